@@ -72,8 +72,3 @@ def test_the_classic_stories_come_out_as_everyone_tells_them(doc_tables):
     ]  # fmt: skip
     assert "B: table [0, 1, 2]  reuses 2 blocks" in doc_tables.three_prompts()
     assert "reuses 0 blocks" in doc_tables.three_prompts().splitlines()[2]
-
-
-def test_every_script_has_its_line_in_the_architecture():
-    listed = set(re.findall(r"`(\w+\.(?:py|cpp))`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
-    assert {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()} <= listed

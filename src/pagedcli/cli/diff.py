@@ -11,10 +11,9 @@ from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
-from pagedcli.files import TRACE, check_files
+from pagedcli.files import TRACE
 from pagedcli.line_files import LineReader
 from pagedcli.planning.prompt_sample import PromptSample
-from pagedcli.show.pages import write_page
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import say, working
 
@@ -28,11 +27,7 @@ def diff(
     before: Annotated[Path, typer.Argument(metavar="BEFORE", help="A trace, or a prompt file.", show_default=False)],
     after: Annotated[Path, typer.Argument(metavar="AFTER", help="The other one.", show_default=False)],
     *,
-    output_file: Annotated[
-        Path | None, option("-o", "--output-file", metavar="PAGE.html", help="Also write an HTML page.")
-    ] = None,
     tokenizer: TokenizerOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
     config: ConfigFile = None,
     all_: Annotated[bool, option("--all", help="Also list the prompts that differ.")] = False,
     format_: FormatOption = Format.TABLE,
@@ -46,7 +41,7 @@ def diff(
 
     \b
     Examples:
-      pagedcli diff monday.jsonl.zst friday.jsonl.zst -o why.html
+      pagedcli diff monday.jsonl.zst friday.jsonl.zst
       pagedcli diff before.jsonl after.jsonl --format json | jq .causes
       pagedcli diff prompts-v1.jsonl prompts-v2.jsonl -m ./Qwen3-8B --num-kvcache-blocks 4000
 
@@ -55,7 +50,6 @@ def diff(
     from pagedcli.simulation import difference_tables as tables
     from pagedcli.simulation.difference import Comparison, recorded_sides
 
-    check_files({"BEFORE": before, "AFTER": after}, {"the page": output_file}, overwrite=overwrite)
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
         raise UsageError("one is a recorded run, the other a prompt file", hint="compare two of the same kind")
@@ -76,8 +70,6 @@ def diff(
     shown = [tables.causes_table(found)]
     if "prompts" in found.details and (all_ or format_ is Format.JSON):
         shown.append(tables.prompts_table(found))
-    if output_file is not None:
-        write_page(output_file, tables.page(found, shown))
     cures, later = [], found.sides[1]
     if "prompts" in found.parts and found.parts["prompts"]["hit_rate"] < 0:
         prompts = PromptSample.of((each.token_ids or (), each.cache_salt) for each in later.workload.requests)

@@ -8,12 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 
-from pagedcli.files import whole_file, writing
 from pagedcli.printable import one_line
 from pagedcli.show.tables import Table, shown_cells
-from pagedcli.show.terminal import say
 
 NUM_COLOURS = 6  # --series0 ... of the palette
 _MARKERS = (
@@ -167,13 +164,3 @@ def log_ticks(first: float, last: float) -> list[int]:
     powers = range(int(math.log10(first)), int(math.log10(last)) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [tick for power in powers for factor in factors if first <= (tick := factor * 10**power) <= last]
-
-
-def write_page(path: Path, page: bytes) -> None:
-    """Write a page whole, in place of what the command has found it may replace, and say where it is.
-
-    Raises: UsageError if it cannot be written.
-    """
-    with writing(path), whole_file(path, overwrite=True) as file:
-        file.write(page)
-    say(f"{path}: open it in a browser")

@@ -1,10 +1,8 @@
 """What `pagedcli diff` says: what changed most for the user, what each difference changes, which prompts differ."""
 
-from html import escape
 from typing import Annotated, Any
 
 from pagedcli.printable import duration_text, one_line
-from pagedcli.show import pages
 from pagedcli.show.tables import Table, table
 from pagedcli.simulation.difference import CAUSES, Comparison
 
@@ -98,10 +96,3 @@ def facts(found: Comparison) -> dict[str, Any]:
     )
     changes = {name: float(value) for name, value in found.change.items()}
     return {"answer": sentence(found), "before": before, "after": after, "changes": changes}
-
-
-def page(found: Comparison, tables: list[Table]) -> bytes:
-    """The page: the answer and the tables."""
-    names = " and ".join(one_line(side.name) for side in found.sides)
-    body = [f"<p><strong>{escape(sentence(found))}</strong></p>", *map(pages.as_html, tables)]
-    return pages.html_page(f"pagedcli diff: {names}", "\n".join(body))
