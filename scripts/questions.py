@@ -52,7 +52,7 @@ QUESTIONS = (
     ),
     Question("How long will my file take?", "plan prompts.jsonl", is_timed=True),
     Question("What did preemption cost?", "explain tight.jsonl"),
-    Question("Who held block 7 at step 10?", "replay run.jsonl --block 7 --step 10"),
+    Question("Who held block 7 at step 10?", "trace run.jsonl --block 7 --step 10"),
     Question(
         "Is my vLLM churning?",
         "explain events.jsonl",
@@ -95,7 +95,7 @@ QUESTIONS = (
     ),
     Question("Why did the hit rate fall after I changed the system prompt?", "diff monday.jsonl friday.jsonl"),
     Question("Which request evicted my prefix?", "explain run.jsonl --request 12"),
-    Question("A picture of the block tables for my slides?", "replay run.jsonl --step 10 --picture pool.svg"),
+    Question("A picture of the block tables for my slides?", "trace run.jsonl --step 10 --picture pool.svg"),
     Question(
         "What does my hybrid model lose at checkpoints?",
         "explain hybrid.jsonl",
