@@ -383,7 +383,7 @@ def publish(folder: Path, arguments: list[str]) -> subprocess.CompletedProcess[b
     """publish ROWS FLAGS: generate with --kv-events, while attach records them to recorded.jsonl."""
     port = free_port()
     here, replay = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
-    watch = ["attach", here, "--replay", replay, "--record", "recorded.jsonl", "--tokens", "--dump-kv"]
+    watch = ["attach", here, "--replay", replay, "--record", "recorded.jsonl", "--tokens", "--no-live"]
     watcher = subprocess.Popen(
         command_line(watch), cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
