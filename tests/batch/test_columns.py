@@ -105,7 +105,7 @@ def test_an_openai_row_has_copied_columns_outside_the_response(harness):
         (("--keep", "usage"), "column 'usage' cannot be kept"),
         (("--keep", "all"), "column 'text' cannot be kept"),
         (("--keep", "lable"), "no row of the input has\nhint: did you mean 'label'"),
-        (("--output-field", "usage"), "another column of the output"),
+        (("--output-field", "usage"), "the output already has a column of that name"),
     ],
 )
 def test_a_collision_or_an_unknown_column_ends_the_run_before_it_begins(tmp_path, flags, message):

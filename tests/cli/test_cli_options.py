@@ -65,7 +65,7 @@ def test_the_first_screen_of_generate_fits_and_names_the_sections_that_hold_the_
 
 def test_a_key_without_a_flag_is_named_where_it_is_given_as_one():
     said = " ".join(run("generate", "-", "--min-tokens", "3").stderr.split())
-    assert "--min-tokens has no flag: set sampling.min_tokens in the file of -C." in said
+    assert "--min-tokens is not a flag: set sampling.min_tokens in the configuration file (-C)." in said
 
 
 def test_version():

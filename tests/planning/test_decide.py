@@ -109,7 +109,7 @@ def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec)
 @pytest.mark.parametrize(
     ("config", "there", "words"),
     [
-        ({"device": "cpu:1"}, Machine(total_bytes=GIB, available_bytes=GIB), "a CPU has no number"),
+        ({"device": "cpu:1"}, Machine(total_bytes=GIB, available_bytes=GIB), "CPUs are not numbered"),
         ({"device": "cuda"}, Machine(total_bytes=GIB, available_bytes=GIB), "sees no CUDA GPU"),
         ({"device": "cuda:2"}, gpu_machine(num_gpus=2), "there are 2 GPUs"),
         ({"tensor_parallel_size": 2}, gpu_machine(), "needs GPU 1"),

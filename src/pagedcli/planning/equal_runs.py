@@ -51,7 +51,7 @@ def hit_tokens(prompts: Sequence[Ids], salts: Sequence[str | None], block_size: 
 
 
 def shared_tokens(prompts: Sequence[Ids], salts: Sequence[str | None], block_size: int) -> Ints:
-    """The leading tokens of each prompt that any other one begins with, too, in whole blocks."""
+    """The leading tokens of each prompt with which any other prompt also begins, in whole blocks."""
     block_hashes, rows, _ = _blocks(prompts, salts, block_size)
     found, which = np.unique(block_hashes, return_inverse=True)
     is_shared = np.bincount(which, minlength=len(found))[which] > 1
@@ -122,7 +122,7 @@ class _Batch:
 
 
 def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[_Batch, Hashes]]:
-    """Batches of about so many tokens, with the powers of the base for their places."""
+    """Batches of about this number of tokens, with the powers of the base for their places."""
     powers = _powers(_BASE, 1)
     first = 0
     while first < len(prompts):

@@ -323,7 +323,7 @@ _GLYPHS = {"empty": "·", "cached": "○", "partial": "▫", "full": "■", "sha
 
 
 def pool_text(state: PoolState, *, follow: Collection[int] | None = None) -> str:
-    """The same in characters: blocks with their owner or shared prefix, then the block tables."""
+    """Draw the pool in characters: blocks with their owner or shared prefix, then the block tables."""
     blocks = shown_blocks(state, PrefixLetters())
 
     def cell(block: ShownBlock) -> str:

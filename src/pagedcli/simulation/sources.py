@@ -275,7 +275,7 @@ class PromptRequests:
         expected_tokens: int | None = None,
         most_tokens: float = float("inf"),
     ) -> None:
-        """`expected_tokens`: each request ends by itself after so many; None: after as many as it may generate."""
+        """`expected_tokens`: tokens after which each request ends by itself; None: as many as it may generate."""
         self.workload = Requests(format="prompts")
         self.left_out = 0.0  # work of requests that were not kept, see requests.work_of
         self.num_beam_searches = 0  # rows, which are not modelled
@@ -288,7 +288,7 @@ class PromptRequests:
         self._num_without = 0  # rows without an output in the earlier run
 
     def add(self, row: BatchRow, max_tokens: list[int]) -> None:
-        """A row whose prompts may generate so many tokens each."""
+        """Add a row, with the number of tokens that each of its prompts may generate."""
         line, outputs = row.line, self._outputs
         if any(prompt.params.beam_width is not None for prompt in row.prompts):
             self.num_beam_searches += 1
