@@ -232,7 +232,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 # keys of earlier versions -> the value that asks for nothing, and what to say of others
 _REMOVED = {
     "prefix_store_key": (None, "a prefix store is no longer encrypted, its folder has mode 700"),
-    "prefix_store_read": ("always", "what is in a prefix store is always read"),
+    "prefix_store_read": ("always", "a prefix store is always read"),
 }
 OLD_POOL = "num_gpu_blocks_override"  # vLLM's name of num_kvcache_blocks, read in files, flags and keywords
 BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size", "weight_cache_size"))  # may be text with a unit
@@ -449,7 +449,7 @@ def _check_unicode(value: Any, place: str) -> None:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ConfigError(f"{place} is not UTF-8: it has {half!r}, which is no character") from error
+        raise ConfigError(f"{place} is not UTF-8: it has {half!r}, which is not a character") from error
 
 
 def _from_json(text: str, place: str) -> Any:
@@ -473,7 +473,7 @@ def _response_format(value: Any, place: str) -> dict[str, Any]:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that is there twice: PyYAML takes the last one without a word."""
+    """Refuses a key that occurs twice: PyYAML silently takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -482,7 +482,7 @@ class _OnceLoader(yaml.SafeLoader):
             if not isinstance(name, yaml.ScalarNode):
                 continue
             if name.value in seen:
-                problem = f"the key {name.value!r} is there twice"
+                problem = f"the key {name.value!r} occurs twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
             seen.add(name.value)
         return node

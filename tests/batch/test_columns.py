@@ -286,7 +286,7 @@ def test_metrics_are_the_latency_of_each_row(harness, tmp_path):
 def test_names_of_columns_are_checked_where_a_run_is_configured():
     from pagedcli.config import RunConfig
 
-    with pytest.raises(UsageError, match="another column"):
+    with pytest.raises(UsageError, match="already has a column"):
         Columns.of(RunConfig(output_field="sample"), kind="csv")
     assert Columns.of(RunConfig(output_field="sample")).answer == "sample"
     assert Columns.of(RunConfig(keep=" a, b ,")).keep == ("a", "b")

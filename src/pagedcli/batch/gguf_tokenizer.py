@@ -149,7 +149,7 @@ class _Made:
             token: i for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)) if kind != _UNUSED
         }
         if len(self._vocab) + self._types.count(_UNUSED) != len(self._tokens):
-            raise self._error("it has a token twice")
+            raise self._error("a token occurs twice")
         if (num_controls := self._types.count(_CONTROL)) > _MOST_CONTROLS:
             raise self._error(f"it has {num_controls:,} control tokens, allowed: {_MOST_CONTROLS:,}")
         if not self._vocab:

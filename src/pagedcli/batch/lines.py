@@ -37,7 +37,7 @@ _PEEKED = 2**16  # bytes
 _OTHER_KINDS = {
     b"PAR1": ("a Parquet file", "give it as a file whose name ends in .parquet"),
     b"PK\3\4": ("a zip archive", "unzip -p %s | pagedcli generate -"),
-    b"GGUF": ("a GGUF model file", "-m %s runs it; the prompts are another file"),
+    b"GGUF": ("a GGUF model file", "pass the model with -m %s, and the prompts as another file"),
     b"\xff\xfe": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8 %s > utf8.jsonl"),
     b"\xfe\xff": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8 %s > utf8.jsonl"),
     b"\0\0\0\0": ("not text: it begins with zeros", "a power cut may have truncated it; pass the intended file"),

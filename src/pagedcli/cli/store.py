@@ -79,7 +79,7 @@ def _listed(folder: ContentFolder) -> Table:
     title = f"{plural(len(files), 'file')} of {byte_text(num_bytes)} in {printable(str(folder.path))}"
     notes = [f"{name}: {why}" for name, why in wrong.items()]
     if num_others := folder.used_bytes() - num_bytes - num_unused:
-        notes.append(f"files of others: {byte_text(num_others)}, which --prefix-store-size counts as well")
+        notes.append(f"files of others: {byte_text(num_others)}, which count towards --prefix-store-size")
     return table(StoredSettings, "settings", title, rows, notes=notes)
 
 

@@ -229,7 +229,8 @@ def _grid(num_blocks: int, area: Area) -> tuple[int, float]:
     columns = max(_COLUMNS, key=lambda each: (round(size(each), 2), each))
     if size(columns) < _LEAST_CELL:
         raise UsageError(
-            f"a pool of {num_blocks:,} blocks is too large for a picture", hint="use report, or simulate a smaller pool"
+            f"a pool of {num_blocks:,} blocks is too large for a picture",
+            hint="use explain -o PAGE.html, or simulate a smaller pool",
         )
     return columns, size(columns)
 

@@ -237,7 +237,8 @@ def read_kv_events(path: Path) -> Requests:
         raise UsageError(f"{path}: no block was stored in this recording")
     workload.notes += reader.notes
     workload.notes.append(
-        "KV events contain no hits: looked up are the blocks that the engine computed, and a hit is one computed before"
+        "KV events contain no hits: each block that the engine computed counts as looked up, and as a hit if it was"
+        " computed before"
     )
     workload.finish()
     return workload

@@ -271,7 +271,7 @@ class StepRow:
     num_finished: Annotated[int, Means("sequences that have finished so far")]
     num_new_tokens: Annotated[int, Means("tokens that the step computes")]
     num_drafted: Annotated[int, Means("of these, draft tokens that it verifies")]
-    accepted_rate: Annotated[Share | None, Means("right guesses / guessed tokens, 0 to 1, of the steps before")]
+    accepted_rate: Annotated[Share | None, Means("accepted / verified draft tokens, 0 to 1, of the steps before")]
     num_blocks: Annotated[int, Means("blocks of the pool = in use + cached + empty")]
     used_blocks: Annotated[int, Means("blocks in use: at least one sequence holds them")]
     shared_blocks: Annotated[int, Means("of these, held by more than one sequence")]

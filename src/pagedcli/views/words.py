@@ -294,7 +294,7 @@ def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "se
         case ev.BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"released by {name(seq_id)}"
         case ev.DraftChecked(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by {name(seq_id)}: it was taken for guesses that were wrong"
+            return f"released by {name(seq_id)}: it was taken for rejected draft tokens"
         case ev.WindowPassed(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"released by {name(seq_id)}: no later token sees it"
         case ev.SequenceForked(parent_seq_id=parent, seq_id=seq_id, block_ids=ids) if block_id in ids:
