@@ -45,7 +45,7 @@ class PromptScan:
     scores: Counter[str] = field(default_factory=Counter)  # counts of scored rows and tokens: see add_scored
 
     def add_scored(self, num_context: int, num_known: int, continuations: list[list[int]], block_size: int) -> None:
-        """Count a row with continuations, whose context begins with so many tokens of earlier ones: the tokens that
+        """Count a row with continuations, whose context begins with num_known tokens of earlier ones: the tokens that
         are computed if each continuation is alone with its context, if each context is computed once, and if an
         unlimited cache has what contexts share."""
         own = sum(len(token_ids) - 1 for token_ids in continuations)

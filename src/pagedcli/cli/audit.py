@@ -291,7 +291,7 @@ def _say_if_key_is_readable(options: AuditOptions) -> None:
     url = urlsplit(options.url or "")
     is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", url.hostname or "") is not None
     if options.key_env is not None and url.scheme == "http" and not is_local:
-        say("note: the key is sent without encryption, as the URL begins with http:")
+        say("note: the key is sent without encryption, because the URL begins with http:")
 
 
 def _progress(line: ProgressLine, run: "Audit") -> Callable[[str], None]:

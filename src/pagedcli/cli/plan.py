@@ -39,10 +39,10 @@ _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
 _EXPECTED_HELP = "Expected tokens generated per row, where fewer than its max_tokens."
 _NO_CALIBRATE_HELP = "Don't load the model: times are given only if it was calibrated before."
-_TUNE_HELP = "Only print the fastest settings as YAML, for -C of generate; times some in turns, for up to a minute."
+_TUNE_HELP = "Only print the fastest settings as YAML, for generate -C; times candidates for up to a minute."
 _ALL_HELP = (
-    "Show every table, and look in every row for where prompts diverge, not only in 20,000; of more than 67 million"
-    " prompt tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
+    "Show every table, and look for where prompts diverge in all rows, up to 67 million prompt tokens, instead of in"
+    " 20,000. Takes about 0.05 GiB of memory per million tokens."
 )
 _LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
 

@@ -28,7 +28,7 @@ _TUNE_S = 60.0  # seconds of trials in the simulator, and of runs in turns
 def time_in_turns(
     loaded: LoadedConfig, subject: Subject, run_s: float, before: Changes, after: Changes, budget_s: float
 ) -> Turns | None:
-    """Time the first rows of a file with the changes before and after, in turns, for so many seconds at most; None,
+    """Time the first rows of a file with the changes before and after, in turns, for up to budget_s seconds; None,
     after saying why, if the engines do not start. `run_s`: the predicted time of the whole file."""
     from pagedcli.runner.llm_engine import LLMEngine
 

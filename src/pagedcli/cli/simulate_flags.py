@@ -19,7 +19,7 @@ _trace, _pools, _time, _output = (
 _FORMATS_HELP = f"{', '.join(format_names())}. Default: found by the keys of the first line."
 _POOL_HELP = (
     "Pool sizes: blocks, % of the unique blocks, or bytes with -m, e.g. 5%,4096,8GiB. Default: 5%,10%,25%,50%,100%,"
-    " of these those that the longest request fits into."
+    " without those too small for the longest request."
 )
 _PARTIAL_HELP = "Count hits on a prompt's last, partial block, as kvcache-simulator does (with --no-schedule)."
 _SPEED_HELP = "Replay the arrival times of the trace X times as fast. Default: all arrive at once."

@@ -176,7 +176,7 @@ class _Windows:
 
 
 def _windows(prompts: Sequence[Ids], size: int, *, keep_all: bool = False) -> _Windows:
-    """The windows of so many tokens with the smallest hash of `size + 1` neighbours: equal runs have equal ones."""
+    """The windows of `size` tokens with the smallest hash of `size + 1` neighbours: equal runs have equal ones."""
     inverse, kept, num_kept, mask = _powers(pow(_BASE, -1, 2**64), 1), [], 0, np.uint64(0)
     for batch, powers in _batches(prompts):
         if len(inverse) < len(powers):
