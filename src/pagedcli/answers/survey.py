@@ -36,7 +36,7 @@ class PromptScan:
     max_model_len: int | None  # tokens
     plan: PromptSurvey
     tokenizer: "Tokenizer"
-    drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they part
+    drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they diverge
     num_rows: int = 0
     num_deduplicated: int = 0  # rows left out because an equal one answers them (--deduplicate)
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones

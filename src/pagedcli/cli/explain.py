@@ -144,8 +144,8 @@ def _story(lookups: Sequence[Lookup], decode: Decode | None, seqs: Iterable[SeqS
     told = [lookup_story(lookup) for lookup in lookups[:_MOST_TOLD]]
     if len(lookups) > _MOST_TOLD:
         told.append(f"It looked up {len(lookups) - _MOST_TOLD:,} more times.")
-    parted = dict.fromkeys(ExplainedLookup(lookup, decode).divergence for lookup in lookups)
-    words = [*parted, _guess_words(seqs)]
+    diverged = dict.fromkeys(ExplainedLookup(lookup, decode).divergence for lookup in lookups)
+    words = [*diverged, _guess_words(seqs)]
     return [*told, *(f"{capitalized(each)}." for each in words if each is not None)]
 
 

@@ -1,4 +1,4 @@
-"""`pagedcli verify`: whether two outputs are the same, row by row, and where they part."""
+"""`pagedcli verify`: whether two outputs are the same, row by row, and where they diverge."""
 
 from collections import Counter
 from collections.abc import Iterable
