@@ -202,7 +202,7 @@ def test_a_file_without_end_is_refused(arguments, what):
         ("sampling:\n  early_stopping: maybe\n", "sampling.early_stopping is 'maybe', known: never, true, false"),
         ("sampling:\n  temprature: 1\n", "unknown key 'temprature' in sampling"),
         ("engine:\n  prefix_store_key: k\n", "prefix_store_key was removed, leave it out: a prefix"),
-        ("engine:\n  prefix_store_read: auto\n", "prefix_store_read was removed, leave it out: what is"),
+        ("engine:\n  prefix_store_read: auto\n", "prefix_store_read was removed, leave it out: a prefix store is"),
         ("samplin:\n  n: 1\n", "unknown key 'samplin' in the file"),
         ("block_size: 8\n", "unknown key 'block_size' in the file"),
         ("engine: 8\n", "must hold sections with keys"),

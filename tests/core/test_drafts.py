@@ -275,7 +275,7 @@ def test_the_views_count_what_the_engine_counts(plain):
     assert sum(run.series.columns["sampled"]) == sim.stats.num_generated_tokens
     longest = max(sim.seqs, key=lambda seq: len(seq.token_ids))
     story = sequence_story(longest.seq_id, with_steps(events), state)
-    assert sum("guesses" in words for _, words in story) == 1
+    assert sum("draft token" in words for _, words in story) == 1
     assert not any("compute 9 tokens" in words for _, words in story)
 
 
