@@ -68,8 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_cache_size: Annotated[
         int | None,
         _model(
-            "Most bytes of all packed weights that are kept, e.g. 50GB",
-            default="20GB, and a tenth of the disk stays free",
+            "Maximum size of all packed weights kept, e.g. 50GB",
+            default="20GB, or less to leave a tenth of the disk free",
             at_least=1,
             affects_rows=False,
             has_flag=False,
@@ -81,7 +81,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, _model("Attention backend; auto: the fastest one available", metavar="NAME", affects_rows=False)
     ] = "auto"
     enforce_eager: Annotated[bool, _model("Disable CUDA graphs", affects_rows=False)] = False
-    tensor_parallel_size: Annotated[int, _model("GPUs to split the model over", at_least=1, affects_rows=False)] = 1
+    tensor_parallel_size: Annotated[
+        int, _model("Number of GPUs to split the model across", at_least=1, affects_rows=False)
+    ] = 1
 
     block_size: Annotated[int, _cache("Tokens per KV block", at_least=1, at_most=2**20, affects_rows=False)] = 16
     num_kvcache_blocks: Annotated[
@@ -95,7 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: Annotated[
         int | None,
         _cache(
-            "Memory for the KV cache on any device, e.g. 4GiB",
+            "Memory for the KV cache, on any device, e.g. 4GiB",
             metavar="BYTES",
             default="by gpu_memory_utilization; up to 4GiB on a CPU",
             at_least=1,
@@ -109,7 +111,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eviction: Annotated[
         Eviction,
         _cache(
-            "Which cached block to evict; next-use: the one that the waiting requests need last",
+            "Which cached block to evict first; next-use: the one needed last by the waiting requests",
             names_in="pagedcli.core.eviction:POLICIES",
             affects_rows=False,
         ),
@@ -117,7 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_store: Annotated[
         str | None,
         _cache(
-            "Folder that keeps KV blocks of shared prefixes for later runs, CPU only",
+            "Folder in which to keep KV blocks of shared prefixes for later runs, CPU only",
             metavar="DIR",
             default="none",
             affects_rows=False,
@@ -126,9 +128,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_store_size: Annotated[
         int | None,
         _cache(
-            "Most bytes of all files in the prefix store, e.g. 20GiB",
+            "Maximum size of the prefix store, e.g. 20GiB",
             metavar="BYTES",
-            default="a tenth of the disk stays free",
+            default="whatever leaves a tenth of the disk free",
             at_least=1,
             affects_rows=False,
         ),
@@ -136,7 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_store_days: Annotated[
         float | None,
         _cache(
-            "Days without use after which a file leaves the prefix store",
+            "Remove files from the prefix store after this many days without use",
             default="no limit",
             above=0,
             affects_rows=False,
@@ -146,8 +148,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     checkpoints: Annotated[
         str,
         _cache(
-            "Where models with recurrent state keep it for other prompts: branches (where waiting prompts differ), end"
-            " (of each prompt), every so many tokens, e.g. 512, or none",
+            "Where to snapshot recurrent state for prefix reuse: branches (where waiting prompts diverge), end (of each"
+            " prompt), every N tokens (e.g. 512), or none",
             metavar="WHERE",
             affects_rows=False,
         ),
@@ -155,8 +157,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_state_slots: Annotated[
         int | None,
         _cache(
-            "Slots of models with recurrent state, for running sequences and checkpoints together",
-            default="2 * max_num_seqs, in at most half of the memory",
+            "Number of slots for recurrent state, shared by running sequences and snapshots",
+            default="2 * max_num_seqs, using at most half of the memory",
             at_least=1,
             at_most=2**23,
             affects_rows=False,
@@ -165,9 +167,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     max_model_len: Annotated[
         int | None,
-        _batching(
-            "Maximum tokens per request, prompt and output together", default="the model's own limit", at_least=1
-        ),
+        _batching("Maximum tokens per request, prompt plus output", default="the model's own limit", at_least=1),
     ] = None
     max_num_seqs: Annotated[
         int, _batching("Maximum number of running sequences", at_least=1, at_most=2**20, affects_rows=False)
@@ -184,7 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunked_prefill_size: Annotated[
         int | None,
         _batching(
-            "Maximum tokens of one prompt per step",
+            "Maximum tokens of one prompt to prefill per step",
             default="as many as fit in the step",
             at_least=1,
             affects_rows=False,
@@ -193,7 +193,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     min_prefill_tokens: Annotated[
         int | None,
         _batching(
-            "Prompt tokens that start together once a batch is full; fewer wait, at most 32 steps; 0: none wait",
+            "Hold back new prompts until this many tokens can be prefilled together, at most 32 steps; 0: never",
             default="1024 with CUDA graphs, otherwise 0",
             at_least=0,
             affects_rows=False,
@@ -201,7 +201,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     preemption_policy: Annotated[
-        PreemptionPolicy, _batching("Sequence to preempt when blocks run out; last: the newest", affects_rows=False)
+        PreemptionPolicy,
+        _batching("Which sequence to preempt when blocks run out; last: the newest", affects_rows=False),
     ] = "last"
     async_scheduling: Annotated[
         bool | None,
@@ -215,14 +216,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: Annotated[
         Speculation,
         _batching(
-            "Guess next tokens from the row's text and finished answers, and check them in one step, CPU only",
+            "Speculative decoding, CPU only; ngram: draft tokens from the row's text and finished answers",
             metavar="[off|ngram]",
             removed=("mtp", "auto"),
             affects_rows=False,
         ),
     ] = "off"
 
-    seed: Annotated[int, key("Sampling", "Random seed; each row derives its own. Also seeds dummy weights")] = 0
+    seed: Annotated[int, key("Sampling", "Random seed, also of dummy weights; each row derives its own from it")] = 0
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -231,7 +232,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 # keys of earlier versions -> the value that asks for nothing, and what to say of others
 _REMOVED = {
     "prefix_store_key": (None, "a prefix store is no longer encrypted, its folder has mode 700"),
-    "prefix_store_read": ("always", "what is in a prefix store is always read"),
+    "prefix_store_read": ("always", "a prefix store is always read"),
 }
 OLD_POOL = "num_gpu_blocks_override"  # vLLM's name of num_kvcache_blocks, read in files, flags and keywords
 BYTE_KEYS = frozenset(("kv_cache_memory", "prefix_store_size", "weight_cache_size"))  # may be text with a unit
@@ -249,26 +250,26 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     system_prompt: Annotated[
         str | None,
-        _rows("System prompt of chats without one", metavar="TEXT|@FILE", reads="text"),
+        _rows("System prompt for chats that have none", metavar="TEXT|@FILE", reads="text"),
     ] = None
     tools: Annotated[
         list[dict[str, Any]] | None,
         _rows(
-            "OpenAI's list of tools, for chats without one; turns text prompts into chats",
+            "Tools in OpenAI's format, for chats that list none; makes text prompts chats",
             metavar="JSON|@FILE",
             reads="json",
         ),
     ] = None
-    chat_template: Annotated[str | None, _rows("Jinja file or text", metavar="FILE", default="the tokenizer's own")] = (
-        None
-    )
+    chat_template: Annotated[
+        str | None, _rows("Chat template: Jinja file or text", metavar="FILE", default="the tokenizer's own")
+    ] = None
     input_format: Annotated[
-        InputFormat, _rows("Format of the input, e.g. of stdin; auto: by the name", affects_rows=False)
+        InputFormat, _rows("Input format, e.g. for stdin; auto: by the file name", affects_rows=False)
     ] = "auto"
     field: Annotated[
         str | None,
         _rows(
-            "Field of each line that holds the prompt",
+            "Input field that holds the prompt",
             metavar="NAME",
             default="prompt or messages",
         ),
@@ -276,48 +277,51 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     template: Annotated[
         str | None,
         _rows(
-            "Makes each prompt of the line's columns: 'Translate {text} to {lang}'; {{ and }} are braces",
+            "Build each prompt from the line's columns: 'Translate {text} to {lang}'; {{ and }} for braces",
             metavar="TEXT|@FILE",
             reads="text",
         ),
     ] = None
     messages: Annotated[
         list[TemplateMessage] | None,
-        _rows("Makes each chat of the line's columns, as template does: a list of role and content", has_flag=False),
+        _rows(
+            "Build each chat from the line's columns: a list of role and content, written as in template",
+            has_flag=False,
+        ),
     ] = None
-    id_field: Annotated[str | None, _rows("Field of each line with its id", metavar="NAME", default="id")] = None
-    output_field: Annotated[str, _rows("Field of each row for the generated text", metavar="NAME")] = "text"
+    id_field: Annotated[str | None, _rows("Input field that holds the row's id", metavar="NAME", default="id")] = None
+    output_field: Annotated[str, _rows("Output field for the generated text", metavar="NAME")] = "text"
     keep: Annotated[
-        str | None, _rows("Input columns to copy into the rows: names, separated by commas, or all", metavar="NAMES")
+        str | None, _rows("Input columns to copy to the output: names separated by commas, or all", metavar="NAMES")
     ] = None
-    output_token_ids: Annotated[bool, _rows("Add token_ids to each row")] = False
+    output_token_ids: Annotated[bool, _rows("Add token_ids to each output row")] = False
     output_metrics: Annotated[
-        bool, _rows("Add metrics to each row: seconds queued, to the first token, per token, in all; preemptions")
+        bool, _rows("Add metrics to each output row: queue time, TTFT, TPOT, total time, preemptions")
     ] = False
     keep_reasoning: Annotated[
         bool,
         _rows(
-            "Reasoning that a chat format marks becomes reasoning_content, apart from the text; no: left out",
+            "Return marked reasoning as reasoning_content instead of dropping it",
             has_flag=False,
         ),
     ] = True
     parse_tool_calls: Annotated[
         bool,
         _rows(
-            "Calls in answers to rows with tools become tool_calls, apart from the text; no: they stay text",
+            "Return tool calls as tool_calls instead of leaving them in the text",
             has_flag=False,
         ),
     ] = True
-    order: Annotated[Order, _rows("Order of the rows", affects_rows=False)] = "input"
+    order: Annotated[Order, _rows("Order of the output rows", affects_rows=False)] = "input"
     reorder: Annotated[
         Reorder,
-        _rows("prefix: process rows with shared prefixes together; output order is unchanged", affects_rows=False),
+        _rows("prefix: process rows that share a prefix together; output order is unchanged", affects_rows=False),
     ] = "none"
     read_ahead: Annotated[
         int | None,
         _rows(
-            "Prompt tokens to queue ahead, for eviction next-use and checkpoints at branches; a row is at least 128",
-            default="8 times the pool with these (at most 4194304), otherwise 2 * max_num_seqs rows",
+            "Prompt tokens to read ahead for eviction next-use and snapshots at branches; a row counts as at least 128",
+            default="8 times the pool with either (at most 4194304), otherwise 2 * max_num_seqs rows",
             at_least=0,
             affects_rows=False,
             has_flag=False,
@@ -325,7 +329,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     deduplicate: Annotated[
         bool,
-        _rows("Compute rows that ask for the same only once, if they are greedy or have a seed", affects_rows=False),
+        _rows("Compute identical rows only once, if they are greedy or have a seed", affects_rows=False),
     ] = False
     limit: Annotated[int | None, _rows("Read only the first N rows of the input", at_least=1, affects_rows=False)] = (
         None
@@ -333,9 +337,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_errors: Annotated[
         int | None, _rows("Stop after this many error rows; --resume continues", at_least=1, affects_rows=False)
     ] = None
-    strict: Annotated[bool, _rows("Turn rows with unknown fields into error rows instead of only reporting them")] = (
-        False
-    )
+    strict: Annotated[bool, _rows("Make rows with unknown fields error rows instead of only reporting them")] = False
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -447,7 +449,7 @@ def _check_unicode(value: Any, place: str) -> None:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ConfigError(f"{place} is not UTF-8: it has {half!r}, which is no character") from error
+        raise ConfigError(f"{place} is not UTF-8: it has {half!r}, which is not a character") from error
 
 
 def _from_json(text: str, place: str) -> Any:
@@ -471,7 +473,7 @@ def _response_format(value: Any, place: str) -> dict[str, Any]:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that is there twice: PyYAML takes the last one without a word."""
+    """Refuses a key that occurs twice: PyYAML silently takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -480,7 +482,7 @@ class _OnceLoader(yaml.SafeLoader):
             if not isinstance(name, yaml.ScalarNode):
                 continue
             if name.value in seen:
-                problem = f"the key {name.value!r} is there twice"
+                problem = f"the key {name.value!r} occurs twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
             seen.add(name.value)
         return node

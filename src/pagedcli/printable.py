@@ -26,7 +26,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same for a table cell: line ends and tabs become spaces."""
+    """The text made printable on one line, e.g. for a table cell: line ends and tabs become spaces."""
     return printable(" ".join(text.splitlines()).replace("\t", " "))
 
 

@@ -57,16 +57,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     max_tokens: Annotated[int | None, _key("Maximum tokens to generate", default="as many as fit", at_least=1)] = 16
-    min_tokens: Annotated[int, _key("Do not stop before this many tokens", at_least=0, has_flag=False)] = 0
+    min_tokens: Annotated[
+        int, _key("Generate at least this many tokens before stopping", at_least=0, has_flag=False)
+    ] = 0
     temperature: Annotated[float, _key("Sampling temperature; 0: greedy", at_least=0, at_most=LARGEST)] = 1.0
     top_p: Annotated[
-        float, _key("Sample from the smallest set of tokens with this total probability", above=0, at_most=1)
+        float, _key("Sample from the smallest set of tokens whose probabilities reach this sum", above=0, at_most=1)
     ] = 1.0
     top_k: Annotated[
         int, _key("Sample from the k most likely tokens; 0 or -1: all", at_least=-1, at_most=MAX_TOP_K)
     ] = 0
     min_p: Annotated[
-        float, _key("Drop tokens less likely than this share of the most likely one", at_least=0, at_most=1)
+        float, _key("Drop tokens whose probability is below this fraction of the top token's", at_least=0, at_most=1)
     ] = 0.0
     presence_penalty: Annotated[
         float, _key("Subtracted once from the logit of every generated token", at_least=-2, at_most=2, has_flag=False)
@@ -86,9 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     stop_token_ids: Annotated[list[int] | None, _key("Stop at this token id", has_flag=False)] = None
     include_stop_str_in_output: Annotated[bool, _key("Keep the stop string in the output", has_flag=False)] = False
-    n: Annotated[
-        int, _key("Samples per prompt; with a beam search, beams to return", at_least=1, at_most=MAX_SAMPLES)
-    ] = 1
+    n: Annotated[int, _key("Number of samples per prompt, or of beams to return", at_least=1, at_most=MAX_SAMPLES)] = 1
     beam_width: Annotated[
         int | None,
         _key("Beam search with this many beams", default="no beam search", at_least=1, at_most=MAX_BEAMS),
@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     length_penalty: Annotated[
         float,
         _key(
-            "Beams are ranked by total log-probability / length ** this",
+            "Exponent p that ranks beams by log-probability / length ** p",
             at_least=-LARGEST_PENALTY,
             at_most=LARGEST_PENALTY,
             has_flag=False,
@@ -104,15 +104,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 1.0
     early_stopping: Annotated[
         bool | Literal["never"],
-        _key("End a beam search once beam_width beams are finished; never: no heuristic either", has_flag=False),
+        _key("true: stop a beam search at beam_width finished beams; never: once no beam can improve", has_flag=False),
     ] = False
     logprobs: Annotated[
-        int | None, _key("Return log-probabilities of this many most likely tokens", at_least=0, at_most=100)
+        int | None, _key("Return log-probabilities of the N most likely tokens", at_least=0, at_most=100)
     ] = None
     prompt_logprobs: Annotated[
         int | None,
         _key(
-            "Return log-probabilities of the prompt's tokens and of this many likeliest ones; computes all of it",
+            "Return log-probabilities of each prompt token and the N most likely ones; computes the whole prompt",
             at_least=0,
             at_most=100,
         ),
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     response_format: Annotated[
         dict[str, Any] | None,
         _key(
-            "JSON schema that each output must match, or OpenAI's {type: json_object | json_schema, ...}",
+            "JSON schema for the output, or OpenAI's {type: json_object | json_schema, ...}",
             metavar="JSON|@FILE",
             reads="json",
         ),
@@ -130,11 +130,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         StructuredOutputsParams | None,
         _key("vLLM's: one of json, regex, choice, grammar (Lark), json_object", has_flag=False),
     ] = None
-    logit_bias: Annotated[dict[int, float] | None, _key("Added to logits: {token id: number}", has_flag=False)] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, _key("Numbers to add to logits: {token id: number}", has_flag=False)
+    ] = None
     ignore_eos: Annotated[bool, _key("Continue past end-of-sequence tokens")] = False
     seed: Annotated[
         int | None,
-        _key("For all rows; draws depend on seed, sample and position alone", default="each its own", has_flag=False),
+        _key(
+            "One seed for all rows; draws depend only on seed, sample and position",
+            default="a different one per row",
+            has_flag=False,
+        ),
     ] = None
     skip_special_tokens: Annotated[bool, _key("Omit special tokens from the text", has_flag=False)] = True
     detokenize: Annotated[bool, _key("Turn the tokens into text", has_flag=False)] = True

@@ -196,7 +196,7 @@ def test_hits_after_a_change_of_the_prompts_are_those_of_the_changed_run():
     moved = subject([[*shared, n, n + 1, *own(n, 20)] for n in range(24)], num_blocks=400)
     assert found.hit_rate == 0.0
     assert found.hit_rate_after == pytest.approx(Trials(moved).as_it_is.hit_rate, abs=0.02)
-    assert "Moving the text there behind the 100 shared tokens, within its message, raises hits" in found.text
+    assert "Moving the text there after the 100 shared tokens, within its message, raises hits" in found.text
     small = cures(replace(given, plan=subject(prompts, num_blocks=11, max_num_seqs=1).plan))
     assert all(each.hit_rate_after - each.hit_rate >= WORTH_SAYING for each in small), "as far as the pool has room"
 
@@ -335,7 +335,7 @@ def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys
     assert len(turns.before_s) == len(turns.after_s) >= 1
     assert all(seconds > 0 for seconds in (*turns.before_s, *turns.after_s))
     said = capsys.readouterr().err
-    assert re.search("and the settings of before in turns, on [1-9][0-9]* prompts", said)
+    assert re.search("and the current settings in turns, on [1-9][0-9]* prompts", said)
     assert f"--block-size 8 --num-kvcache-blocks 32: {turns.text}, by {len(turns.after_s)} passes each" in said
     assert time_in_turns(loaded, given, 3.0, {}, {"engine.kv_cache_dtype": "fp8"}, 1.0) is None
     assert "not timed: kv_cache_dtype fp8 needs a CUDA GPU" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_the_search_ends_when_its_time_is_over_and_the_line_says_so():
     assert in_time.enough.num_blocks > enough.num_blocks
     assert in_time.enough.hit_rate >= in_time.unlimited.hit_rate - NEARLY
     assert hits_in_words(in_time).endswith(f" ({in_time.doubt}).")
-    assert in_time.doubt == "smaller pools were not all tried, as that takes long"
+    assert in_time.doubt == "smaller pools were not all tried, to save time"
 
     def stop(num_blocks, num_done):
         raise OutOfTimeError
@@ -169,7 +169,7 @@ def test_prompts_that_share_nothing_are_said_to_and_one_block_finds():
     requests = alike(10, head=0, num_new=1)
     plan = plan_for(requests, num_blocks=1, block_size=16, max_num_seqs=1, max_num_batched_tokens=64)
     assert hits_in_words(hits(requests, plan)) == (
-        "1 block finds 0.0 % of the prompt tokens; as they are, the prompts share next to nothing: an unlimited cache"
+        "1 block finds 0.0 % of the prompt tokens; the prompts share almost nothing as they are: an unlimited cache"
         " finds 0.0 %."
     )
 

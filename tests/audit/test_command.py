@@ -177,7 +177,7 @@ def test_ctrl_c_shows_what_is_known(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert "interrupted: the verdicts are of what was seen until then" in err
+    assert "interrupted: the verdicts cover only what was sent before" in err
     assert "prefixes match in units of 16 tokens" in out
     assert "the audit was stopped before" in out
     assert "Traceback" not in err

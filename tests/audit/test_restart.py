@@ -158,5 +158,5 @@ def test_a_limit_before_all_is_remembered_writes_no_file(tmp_path):
     few = ("--checks", "noise", "--max-requests", "40", "--output-dir", tmp_path)
     with serving(Settings()) as server:
         said = pagedcli("audit", server.url, *few, "--remember", tmp_path / "a.json", expect=3).stderr
-    assert "stopped before all prompts were remembered" in said
+    assert "stopped before all prompts were answered" in said
     assert not (tmp_path / "a.json").exists()

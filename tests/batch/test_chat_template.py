@@ -92,7 +92,7 @@ def test_a_template_that_exceeds_a_limit_with_any_chat_is_tried_once(tokenizer, 
     ask = chat_template._TemplateProcess._ask
     monkeypatch.setattr(chat_template._TemplateProcess, "_ask", lambda *each: asked.append(each) or ask(*each))
     for _ in range(3):
-        with pytest.raises(RequestError, match=r"more than 0\.5 s, even for a chat of one word"):
+        with pytest.raises(RequestError, match=r"more than 0\.5 s, even for a one-word chat"):
             renderer.render(CHAT, {"chat_template": BOMBS["nested loops"]})
     assert len(asked) == 1
 
@@ -227,7 +227,7 @@ def test_text_parts_are_passed_on_as_the_template_takes_them(tokenizer, template
         ("{{ messages[0].content }", "line 1: unexpected '}'"),
         ("a\n{% for m in messages %}{{ m.content | no_such_filter }}{% endfor %}", "line 2: No filter named"),
         ("{% generate %}", "line 1: Encountered unknown tag 'generate'"),
-        (BOMBS["repeated text"], "MiB of memory, even for a chat of one word"),
+        (BOMBS["repeated text"], "MiB of memory, even for a one-word chat"),
     ],
 )
 def test_a_template_that_no_chat_can_use_is_refused_before_the_run(template, wrong):

@@ -105,7 +105,7 @@ def test_an_openai_row_has_copied_columns_outside_the_response(harness):
         (("--keep", "usage"), "column 'usage' cannot be kept"),
         (("--keep", "all"), "column 'text' cannot be kept"),
         (("--keep", "lable"), "no row of the input has\nhint: did you mean 'label'"),
-        (("--output-field", "usage"), "another column of the output"),
+        (("--output-field", "usage"), "the output already has a column of that name"),
     ],
 )
 def test_a_collision_or_an_unknown_column_ends_the_run_before_it_begins(tmp_path, flags, message):
@@ -286,7 +286,7 @@ def test_metrics_are_the_latency_of_each_row(harness, tmp_path):
 def test_names_of_columns_are_checked_where_a_run_is_configured():
     from pagedcli.config import RunConfig
 
-    with pytest.raises(UsageError, match="another column"):
+    with pytest.raises(UsageError, match="already has a column"):
         Columns.of(RunConfig(output_field="sample"), kind="csv")
     assert Columns.of(RunConfig(output_field="sample")).answer == "sample"
     assert Columns.of(RunConfig(keep=" a, b ,")).keep == ("a", "b")

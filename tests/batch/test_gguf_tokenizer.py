@@ -293,7 +293,7 @@ def test_ids_of_gemma_4_equal_those_of_the_original(tmp_path):
     [
         ({"ggml__pre": "nobody-knows"}, "tokenizer.ggml.pre is 'nobody-knows', which is not known"),
         ({"ggml__model": "bert"}, "tokenizer.ggml.model is 'bert'"),
-        ({"ggml__tokens": ["a", "a"]}, "a token twice"),
+        ({"ggml__tokens": ["a", "a"]}, "a token occurs twice"),
         ({"ggml__token_type": [1]}, "2 tokens, but 1 types"),
         ({"ggml__merges": ["x y"]}, "merges is missing or damaged"),
         ({"ggml__tokens": ["a", "b" * 5000]}, "a token of 5,000 characters, allowed: 1,024"),

@@ -34,7 +34,7 @@ OTHERS = {  # what is given -> words of the message, and of the hint
     "UTF-16": (PROMPTS.encode("utf-16"), "UTF-16, not UTF-8", "iconv -f UTF-16"),
     "a zip archive": (zipped(PROMPTS), "a zip archive", "unzip -p"),
     "a model": (b"GGUF\3\0\0\0" + bytes(64), "a GGUF model file", "-m "),
-    "zeros": (bytes(10_000), "begins with zeros", "the file that was meant"),
+    "zeros": (bytes(10_000), "begins with zeros", "the intended file"),
     "an array": (json.dumps(ROWS).encode(), "one JSON array", "jq -c '.[]'"),
     "an array of lines": (json.dumps(ROWS, indent=1).encode(), "one JSON array", "jq -c '.[]'"),
     "an array with a row per line": (b"[\n" + b",\n".join(map(str.encode, PROMPTS.split("\n"))) + b"]", "array", "jq"),

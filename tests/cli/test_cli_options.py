@@ -65,7 +65,7 @@ def test_the_first_screen_of_generate_fits_and_names_the_sections_that_hold_the_
 
 def test_a_key_without_a_flag_is_named_where_it_is_given_as_one():
     said = " ".join(run("generate", "-", "--min-tokens", "3").stderr.split())
-    assert "--min-tokens has no flag: set sampling.min_tokens in the file of -C." in said
+    assert "--min-tokens is not a flag: set sampling.min_tokens in the configuration file (-C)." in said
 
 
 def test_version():
@@ -202,12 +202,12 @@ def test_a_file_without_end_is_refused(arguments, what):
         ("sampling:\n  early_stopping: maybe\n", "sampling.early_stopping is 'maybe', known: never, true, false"),
         ("sampling:\n  temprature: 1\n", "unknown key 'temprature' in sampling"),
         ("engine:\n  prefix_store_key: k\n", "prefix_store_key was removed, leave it out: a prefix"),
-        ("engine:\n  prefix_store_read: auto\n", "prefix_store_read was removed, leave it out: what is"),
+        ("engine:\n  prefix_store_read: auto\n", "prefix_store_read was removed, leave it out: a prefix store is"),
         ("samplin:\n  n: 1\n", "unknown key 'samplin' in the file"),
         ("block_size: 8\n", "unknown key 'block_size' in the file"),
         ("engine: 8\n", "must hold sections with keys"),
-        ("sampling:\n  n: 1\n  n: 2\n", "the key 'n' is there twice"),
-        ("sampling: {n: 1}\nsampling: {n: 2}\n", "the key 'sampling' is there twice"),
+        ("sampling:\n  n: 1\n  n: 2\n", "the key 'n' occurs twice"),
+        ("sampling: {n: 1}\nsampling: {n: 2}\n", "the key 'sampling' occurs twice"),
         ("sampling:\n  logit_bias: {x: 1}\n", "a key of sampling.logit_bias is of the wrong type"),
         ("engine:\n  block_size: 0\n", "block_size is 0, allowed: 1 to 1048576"),
     ],

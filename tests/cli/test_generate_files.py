@@ -268,7 +268,7 @@ def test_an_input_that_is_rewritten_during_the_run_ends_it_and_can_be_put_back(p
 
     monkeypatch.setattr(job_module.OpenJob, "start", rewritten)
     said = pagedcli("generate", prompts, "-o", out, *FAST, expect=1).stderr
-    assert "was changed while it was read: line 3 (row 2)" in said
+    assert "changed during the run: line 3 (row 2)" in said
     assert "--resume" in said
     assert not out.exists()
     monkeypatch.undo()

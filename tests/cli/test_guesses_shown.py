@@ -54,7 +54,7 @@ def test_metrics_are_labelled_by_source(run):
 def test_the_summary_says_how_many_were_right_and_where_they_came_from(run):
     _, summary, said = run
     [line] = re.findall(r"^  speculation +(.*)$", said, re.MULTILINE)
-    assert line.startswith(f"of {summary['drafted_tokens']} guesses {summary['accepted_tokens']} were right: ")
+    assert line.startswith(f"{summary['accepted_tokens']} of {summary['drafted_tokens']} draft tokens accepted: ")
     for source, each in summary["guesses"].items():
         assert f"{each['accepted']} of {each['drafted']} from {DRAFT_WORDS[source]}" in line
     assert "speculation: ngram, at most 8 tokens at a time" in said
@@ -64,12 +64,12 @@ def test_explain_says_it_of_the_run_and_of_each_request(run):
     folder, summary, _ = run
     counts = [summary["drafted_tokens"], summary["accepted_tokens"]]
     told = " ".join(pagedcli("explain", folder / "trace.jsonl").stdout.split())
-    assert "of {} guesses {} were right.".format(*counts) in told
+    assert "{1} of {0} draft tokens accepted.".format(*counts) in told
     found = []
     for name in ("story-0", "story-1", "forced"):
         told = pagedcli("explain", folder / "trace.jsonl", "--request", name).stdout
-        found += re.findall(r"^Of (\d+) guess(?:es)? (\d+) w(?:as|ere) right\.$", told, re.MULTILINE)
-    assert [sum(map(int, column)) for column in zip(*found, strict=True)] == counts
+        found += re.findall(r"^(\d+) of (\d+) draft tokens? accepted\.$", told, re.MULTILINE)
+    assert [sum(map(int, column)) for column in zip(*found, strict=True)] == counts[::-1]
 
 
 def test_the_panel_of_the_application_counts_them(run):
@@ -79,7 +79,7 @@ def test_the_panel_of_the_application_counts_them(run):
     for event in TraceReader(folder / "trace.jsonl"):
         fold(event)
     [line] = re.findall(r"^  speculation +(.*)$", said, re.MULTILINE)
-    assert f"guesses   {line}" in work_lines(moment).plain
+    assert f"drafts    {line}" in work_lines(moment).plain
 
 
 def test_a_run_that_cannot_guess_says_why(tmp_path):

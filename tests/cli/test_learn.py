@@ -83,7 +83,7 @@ def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
     printed = pagedcli("learn", stdin="many\n3\np\n\n4\nq\n", columns=100).stdout
-    assert "That is no number." in printed
+    assert "That is not a number." in printed
     assert "The trace says: 3. You predicted the same." in printed
     assert "The trace says: 4. You predicted the same." in printed
     assert "3. Copy on write" not in printed
@@ -93,7 +93,7 @@ def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
 def test_a_wrong_letter_is_asked_again_and_a_wrong_prediction_named(monkeypatch):
     monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
     printed = pagedcli("learn", 5, stdin="x\nA\n", columns=100).stdout
-    assert "That is none of a, b." in printed
+    assert "That is not one of a, b." in printed
     assert "The trace says: b) the dog, which arrived last. You predicted a) the fox, which arrived first." in printed
 
 

@@ -43,7 +43,7 @@ def test_the_first_answer_goes_to_stderr_before_the_file_is_read_and_the_rest_is
     shown = pagedcli("plan", long_file, "--no-calibrate", "--format", "json", expect=3)
     first = shown.stderr.splitlines()[0]
     assert re.match(r"(|.* here: )about 1[12],\d00 rows, .* prompt tokens, at least .* % of the rows bad, from ", first)
-    assert first.endswith(" rows spread over the file; reading all of them")
+    assert first.endswith(" rows spread over the file; reading all rows")
     assert shown.stderr.count("spread over the file") == 1
     assert "estimate from" not in shown.stderr
     assert json.loads(shown.stdout)["num_rows"] == 12_000

@@ -102,7 +102,7 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     assert forecast_of(many, "--expected-output", "5")["generated_tokens"] == 30 * 5
     assert forecast_of(many, "--expected-output", "9999")["generated_tokens"] == generated
     result = pagedcli("plan", many, "--outputs", out, "--expected-output", "5", expect=2)
-    assert "--expected-output and --outputs both say how long outputs are" in result.stderr
+    assert "--expected-output and --outputs both set the output lengths" in result.stderr
 
 
 def test_a_dry_run_never_calibrates(many, tmp_path, monkeypatch):

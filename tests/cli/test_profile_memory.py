@@ -356,7 +356,7 @@ def test_the_setting_for_what_is_left_gives_what_it_promises(large, machine):
     used = as_json(*flags, *found["left_setting"].split())
     assert used["left_setting"] is None
     assert int(used["max_concurrency"]) == int(found["max_concurrency_left"]) > int(found["max_concurrency"])
-    assert f"\n{found['left_setting']} takes all the memory that is left: " in profile_memory(*flags).stdout
+    assert f"\n{found['left_setting']} uses all the memory that is left: " in profile_memory(*flags).stdout
 
 
 def test_notes_about_groups_write_bytes_and_shares_as_the_tables_do(tmp_path):

@@ -86,4 +86,4 @@ def test_a_finding_that_fails_costs_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(Finder, "find", fails)
     for text in _analysed(tmp_path, "failing")[1:4:2]:
         assert text.count(SAID) == 1
-        assert "what to change is not known, as looking for it failed: IndexError: no such place" in text
+        assert "what to change could not be determined: IndexError: no such place" in text

@@ -108,7 +108,7 @@ def test_text_for_a_full_stdout_is_a_plain_error(command):
 @pytest.mark.parametrize("output", [".", "", "..", "/"])
 def test_a_folder_is_no_output(prompts, output):
     result = pagedcli("generate", prompts, "-o", output, expect=2)
-    assert "-o takes the name of a file" in result.stderr
+    assert "-o takes a file name" in result.stderr
 
 
 @pytest.mark.parametrize("output", ["out.jsonl.zst", "out.tsv", "out.parquet.gz", "o.xlsx", "o.TXT.GZ"])
@@ -144,7 +144,7 @@ def test_millions_of_blank_lines_end_in_seconds(tmp_path, command):
             file.write(b"\n" * 10**7)
     with Effort() as spent:
         result = pagedcli(command, path, expect=1)
-    assert "1,000,000 blank lines in a row" in result.stderr
+    assert "1,000,000 consecutive blank lines" in result.stderr
     assert spent.pieces < 500, "a hundred at most; tens of thousands for all of them"
 
 

@@ -116,7 +116,7 @@ def test_the_configuration_file_takes_them_too(folder):
         (("--tools", "@tools.json"), "--tools: the chat template does not show tools to the model"),
         (("--system", "@bad.txt"), "--system-prompt: bad.txt is not UTF-8"),
         (("--template", "@bad.txt"), "--template: bad.txt is not UTF-8"),
-        (("--template", "{prompt} \udcff"), "--template is not UTF-8: it has '\\udcff', which is no character"),
+        (("--template", "{prompt} \udcff"), "--template is not UTF-8: it has '\\udcff', which is not a character"),
         (("--chat-template", "{{ 1 }}\udcff"), "--chat-template is not UTF-8"),
         (("--tools", r'[{"type": "function", "function": {"name": "\ud800"}}]'), "--tools is not UTF-8"),
         (("--template", "{prompt"), "--template has a single '{'"),

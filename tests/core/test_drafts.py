@@ -174,7 +174,7 @@ def test_beams_are_not_guessed():
     sim.run()
     assert sim.stats.num_drafted_tokens == 0
     told = dict(finding_lines(Findings(sim.stats)))["speculation"]
-    assert told == "of 0 guesses 0 were right; none for 2 sequences with beam search"
+    assert told == "0 of 0 draft tokens accepted; none for 2 sequences with beam search"
 
 
 class Pattern:
@@ -270,12 +270,12 @@ def test_the_views_count_what_the_engine_counts(plain):
     names = ("num_drafted_tokens", "num_accepted_tokens", "num_generated_tokens", "num_computed_tokens", "waste_sum")
     assert {name: getattr(facts, name) for name in names} == {name: getattr(sim.stats, name) for name in names}
     num_drafted, num_right = facts.num_drafted_tokens, facts.num_accepted_tokens
-    right = f"of {num_drafted} guesses {num_right} were right: {num_right} of {num_drafted} from finished answers"
+    right = f"{num_right} of {num_drafted} draft tokens accepted: {num_right} of {num_drafted} from finished answers"
     assert ("speculation", right) in finding_lines(run.findings(state))
     assert sum(run.series.columns["sampled"]) == sim.stats.num_generated_tokens
     longest = max(sim.seqs, key=lambda seq: len(seq.token_ids))
     story = sequence_story(longest.seq_id, with_steps(events), state)
-    assert sum("guesses" in words for _, words in story) == 1
+    assert sum("draft token" in words for _, words in story) == 1
     assert not any("compute 9 tokens" in words for _, words in story)
 
 

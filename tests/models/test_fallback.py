@@ -154,7 +154,7 @@ REFUSED = {
         {"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
         "multi-head latent attention",
     ),
-    "bert": (transformers.BertConfig, {}, "attends to later tokens, too"),
+    "bert": (transformers.BertConfig, {}, "also attends to later tokens"),
     "bloom": (transformers.BloomConfig, {"n_layer": 2, "n_head": 4}, "does not specify max_position_embeddings"),
     "stablelm": (
         transformers.StableLmConfig,

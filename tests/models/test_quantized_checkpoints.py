@@ -103,7 +103,7 @@ MIXED = {
         ({**GPTQ, "bits": "4"}, "Expected `int`, got `str` - at `$.bits`"),
         ({**GPTQ, "group_size": 0}, "group_size 0"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
-        ({**GPTQ, "lm_head": True}, "its output layer is quantized, too"),
+        ({**GPTQ, "lm_head": True}, "its output layer is also quantized"),
         ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 3}}}, "3-bit weights"),
         ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": "8"}}}, "Expected `int | null`, got `str`"),
         ({**GPTQ, "dynamic": {"-:(": {}}}, "has a pattern that is not supported: 're:('"),
@@ -127,7 +127,7 @@ MIXED = {
         ({**AUTO_ROUND, "data_type": "mx_fp"}, "mx_fp weights"),
         ({**AUTO_ROUND, "act_bits": 8}, "int weights with 8-bit activations"),
         ({**AUTO_ROUND, "bits": 2}, "2-bit weights"),
-        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 4}}}, "its output layer is quantized, too"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 4}}}, "its output layer is also quantized"),
         (
             {**AUTO_ROUND, "extra_config": {"model.layers.0.mlp.up_proj": {"data_type": "fp"}}},
             "fp weights in some layers",

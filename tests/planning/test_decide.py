@@ -109,7 +109,7 @@ def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec)
 @pytest.mark.parametrize(
     ("config", "there", "words"),
     [
-        ({"device": "cpu:1"}, Machine(total_bytes=GIB, available_bytes=GIB), "a CPU has no number"),
+        ({"device": "cpu:1"}, Machine(total_bytes=GIB, available_bytes=GIB), "CPUs are not numbered"),
         ({"device": "cuda"}, Machine(total_bytes=GIB, available_bytes=GIB), "sees no CUDA GPU"),
         ({"device": "cuda:2"}, gpu_machine(num_gpus=2), "there are 2 GPUs"),
         ({"tensor_parallel_size": 2}, gpu_machine(), "needs GPU 1"),
@@ -117,7 +117,7 @@ def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec)
         ({"kv_cache_dtype": "int8"}, gpu_machine(), "int8 needs a CPU"),
         ({"attention_backend": "cpu", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no C.. compiler"),
         ({"attention_backend": "triton"}, gpu_machine((7, 5)), "compute capability 8.0"),
-        ({"eviction": "fifo", "enable_prefix_caching": False}, gpu_machine(), "nothing is cached"),
+        ({"eviction": "fifo", "enable_prefix_caching": False}, gpu_machine(), "there is nothing to evict"),
         ({"quantization": "int8"}, gpu_machine(), "no decoder runs Qwen3ForCausalLM with weights int8"),
         ({"quantization": "int8", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no decoder runs"),
     ],
@@ -205,7 +205,7 @@ UNSEEN = {
     ("580.65.06", None, None, True): r"CPU-only build; pip install --force-reinstall torch .*whl/cu130 brings one",
     ("535.104.05", None, None, True): r"CPU-only build; pip install .*whl/cu126 brings one for this driver",
     ("470.57.02", "12.6", None, True): r"built for CUDA 12.6, which needs driver 525; install a newer driver$",
-    ("580.65.06", "13.0", "", True): r"CUDA_VISIBLE_DEVICES='' lets .* see no GPU; unset it",
+    ("580.65.06", "13.0", "", True): r"CUDA_VISIBLE_DEVICES='' hides all GPUs from .*; unset it",
     ("580.65.06", "13.0", None, False): r"there is no .*/nvidia0 here; a container .* --gpus all$",
     ("580.65.06", "13.0", None, True): r"built for CUDA 13.0, says: Torch not compiled with CUDA enabled$",
 }

@@ -54,7 +54,7 @@ ROWS = {
 }
 REFUSED = {  # pairs, and what names the reason
     frozenset(("store", "no cache")): "prefix caching is off",
-    frozenset(("next-use", "no cache")): "without prefix caching nothing is cached",
+    frozenset(("next-use", "no cache")): "without prefix caching there is nothing to evict",
 }
 NO_DRAFTS = {  # with what no token is guessed, and the reason that the run gives
     "a step ahead": "launches a step before the tokens of the last one are known",

@@ -303,7 +303,7 @@ def test_pictures_of_the_whole_run_need_no_step(trace, tmp_path, subject, title)
         (["--picture", "pool.svg", "--step", 99_999], "has no step 99999: the last one is"),
         (["--picture", "life.svg", "--of", "request"], "needs --follow"),
         (["--picture", "tree.svg", "--of", "prefixes", "--step", 3], "shows the whole run"),
-        (["--picture", "pool.svg", "--step", 1, "--check"], "--picture is combined with"),
+        (["--picture", "pool.svg", "--step", 1, "--check"], "--picture can be combined only with"),
         (["--of", "waste", "--step", 1], "--of needs --picture"),
     ],
 )

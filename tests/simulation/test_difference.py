@@ -268,6 +268,6 @@ def test_two_kinds_of_files_are_refused(tmp_path):
     record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
     prompts = prompt_file(tmp_path / "p.jsonl", [("r", [5])])
     refused = pagedcli("diff", tmp_path / "a.jsonl", prompts, expect=2).stderr
-    assert "compare two of the same kind" in refused
+    assert "compare two traces or two prompt files" in refused
     both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
     assert "only for prompt files" in pagedcli("diff", *both, "--block-size", "8", expect=2).stderr

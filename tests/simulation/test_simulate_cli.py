@@ -92,7 +92,7 @@ def test_the_first_line_says_where_a_cache_has_no_benefit(tmp_path):
     alone = [{"timestamp": n, "input_length": 4, "output_length": 5, "hash_ids": [n]} for n in range(9)]
     first = simulate(write(tmp_path / "alone.jsonl", alone), "--pool", "30").stdout.splitlines()[0]
     assert first == (
-        "30 blocks find 0.0 % of the prompt tokens; as they are, the prompts share next to nothing: an unlimited cache"
+        "30 blocks find 0.0 % of the prompt tokens; the prompts share almost nothing as they are: an unlimited cache"
         " finds 0.0 %."
     )
 
@@ -116,7 +116,7 @@ def test_where_prompts_diverge_comes_after_the_answer(tmp_path):
     first, second = pagedcli("simulate", write(tmp_path / "clock.jsonl", rows)).stdout.splitlines()[:2]
     assert "of the prompt tokens" in first
     assert "prompts diverge at token" in second
-    assert "moving the time behind the " in second.lower()
+    assert "moving the time after the " in second.lower()
 
 
 def test_the_hit_rate_is_drawn_over_the_size_of_the_pool_for_readers_only(trace):
@@ -174,7 +174,7 @@ def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
     assert "(0.0 GiB)" not in text
     alone = simulate(tiny, "--pool", "50", "-m", "builtin", "--no-schedule").stdout
     assert re.search(
-        r"; 1 block \([\d.]+ KiB\) would do \(LRU without running requests, which need blocks, too\)\.", alone
+        r"; 1 block \([\d.]+ KiB\) would do \(LRU alone, without the blocks of running requests\)\.", alone
     )
 
 
@@ -326,5 +326,5 @@ def test_steps_take_the_time_that_plan_has_measured(tmp_path, monkeypatch):
     assert found["pools"][0]["total_s"] == pytest.approx(steps_s, rel=1e-3)
     text = pagedcli("simulate", path, "--pool", "200", "--calibrated", columns=120).stdout
     assert "waiting  preempted" in text
-    assert "time: steps as measured on this machine" in text
+    assert "time: step times measured on this machine" in text
     assert "both set the time" in pagedcli("simulate", path, "--step-ms", "5", "--calibrated", expect=2).stderr

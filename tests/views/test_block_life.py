@@ -91,7 +91,8 @@ def test_the_first_sentence_says_who_holds_the_block_and_for_whom_it_was_evicted
         arguments = ("trace", trace, "--block", "3", "--step", step)
         now, said = json.loads(run(*arguments, "--format", "json").stdout), run(*arguments).stdout.splitlines()[0]
         holds = [f"seq {each['seq_id']} since step {each['since']}" for each in now["owners"]]
-        held = f"block 3 is held by {', '.join(holds)}" if holds else "nobody holds block 3; it caches content of seq"
+        free = "no sequence holds block 3; it caches content of seq"
+        held = f"block 3 is held by {', '.join(holds)}" if holds else free
         assert said.startswith(f"At step {step} {held}")
         evicted = [each for each in now["story"] if each["what"].startswith("evicted")]
         if evicted:
@@ -101,11 +102,11 @@ def test_the_first_sentence_says_who_holds_the_block_and_for_whom_it_was_evicted
             assert "evicted" not in said
     whole = run("explain", trace, "--block", "3").stdout
     assert whole.startswith(
-        "At step 49 nobody holds block 3; it caches content of seq 22, last held by seq 22 until step 43; content of"
-        " seq 28 was evicted at step 42 for seq 22, the last of 9 evictions.\n"
+        "At step 49 no sequence holds block 3; it caches content of seq 22, last held by seq 22 until step 43; content"
+        " of seq 28 was evicted at step 42 for seq 22, the last of 9 evictions.\n"
     )
     never = run("trace", trace, "--block", "13", "--step", "0").stdout
-    assert never.startswith("At step 0 nobody has ever held block 13.\n")
+    assert never.startswith("At step 0 no sequence has ever held block 13.\n")
 
 
 def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):
@@ -137,5 +138,5 @@ def test_where_all_layers_are_alike_no_group_is_named(trace):
 def test_what_is_refused(trace):
     assert "has blocks 0 to 13" in run("trace", trace, "--block", "14", expect=2).stderr
     assert "has no step 9999" in run("trace", trace, "--block", "1", "--step", "9999", expect=2).stderr
-    assert "--step and --format only" in run("trace", trace, "--block", "1", "--check", expect=2).stderr
+    assert "only with --step and --format" in run("trace", trace, "--block", "1", "--check", expect=2).stderr
     assert "cannot be combined" in run("explain", trace, "--block", "1", "--lookups", expect=2).stderr

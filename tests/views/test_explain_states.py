@@ -32,7 +32,7 @@ def test_explain_counts_what_guesses_make_a_state_compute_once_more(tmp_path):
         sim.run()
         answer = sim.seqs[0].output_token_ids
     told = " ".join(pagedcli("explain", write(tmp_path / "run.jsonl", events)).stdout.split())
-    assert "of 16 guesses 16 were right; 16 tokens computed once more for the recurrent state." in told
+    assert "16 of 16 draft tokens accepted; 16 tokens computed once more for the recurrent state." in told
 
 
 def test_a_lookup_names_the_checkpoint_that_vetoed_cached_blocks():

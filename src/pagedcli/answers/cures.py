@@ -193,7 +193,7 @@ def _text_cures(causes: list[Divergence], block_size: int, prompts: PromptSample
                 share, seconds = 1 - now.num_computed_tokens / max(1, was.num_computed_tokens), saved_s(was, now)
         to_do = f"with --enable-prefix-caching, {cause.to_do}" if is_off else cause.to_do
         gain = f"raises hits{of} from {percent_text(before)} to {'at least ' * is_bound}{percent_text(after)}"
-        saved = "" if not seconds or seconds < 0 else f" and takes about {duration_text(seconds)} off"
+        saved = "" if not seconds or seconds < 0 else f" and saves about {duration_text(seconds)}"
         finding = ("after that, " if cured else "") + cause.finding(block_size)
         cured.append(
             Cure(
@@ -313,8 +313,8 @@ def tune(
     budget_s: float,
 ) -> Tuned | None:
     """The best change by simulation, then of the settings that change the speed of steps the one that is faster beyond
-    doubt. `time_in_turns` times the run with the changes before and after, within so many seconds; `base`: the run as
-    it is; `fixed`: keys that stay as they are. None: simulating takes longer than `budget_s`, the seconds of each
+    doubt. `time_in_turns` times the run with the changes before and after, within a number of seconds; `base`: the run
+    as it is; `fixed`: keys that stay as they are. None: simulating takes longer than `budget_s`, the seconds of each
     part."""
     trials = Trials(subject, base, budget_s)
     is_timed = base.seconds is not None and base.seconds >= LEAST_TIMED_S

@@ -114,13 +114,13 @@ class Divergence:
         """The change, in words that begin a sentence."""
         match self.action:
             case "move":
-                return f"moving {_KINDS[self.kind]} behind the {self.num_equal:,} shared tokens, within its message,"
+                return f"moving {_KINDS[self.kind]} after the {self.num_equal:,} shared tokens, within its message,"
             case "sort":
-                return f"sorting {_KINDS[self.kind]} into one order"
+                return f"sorting {_KINDS[self.kind]} the same way"
             case "normalize":
-                return f"writing {_KINDS[self.kind]} in one way"
+                return f"writing {_KINDS[self.kind]} the same way"
             case "one salt":
-                return "one cache_salt for those that may share"
+                return "giving those that may share one cache_salt"
             case "block size":
                 return f"--block-size {self.block_size}"
 

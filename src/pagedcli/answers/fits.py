@@ -107,11 +107,11 @@ class Fit:
         self.left_setting = f"--kv-cache-memory {hundredths / 100:.2f}GiB" if is_more else None
 
     def held(self, num_blocks: int) -> float:
-        """Sequences of the model's length that so many blocks hold at once, not rounded."""
+        """Sequences of the model's length that this number of blocks holds at once, not rounded."""
         return self.tables.concurrency(num_blocks, self.max_model_len)
 
     def longest(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence that so many blocks hold."""
+        """Tokens of the longest sequence that this number of blocks holds."""
         return self.tables.longest(num_blocks, self.limits.chunk_size, self.max_model_len)
 
 
@@ -166,7 +166,7 @@ def left_in_words(fit: Fit) -> str | None:
     if fit.left_setting is None or not fit.num_kvcache_blocks:
         return None
     more = f"{plural(fit.num_blocks_left, 'block')}, {plural(int(fit.max_concurrency_left), 'sequence')} at once"
-    return f"{fit.left_setting} takes all the memory that is left: {more}."
+    return f"{fit.left_setting} uses all the memory that is left: {more}."
 
 
 def would_fit(fit: Fit) -> str:
@@ -334,7 +334,7 @@ class AtOnce:
 
 
 def concurrency_rows(fit: Fit, lengths: Mapping[str, int], shared_tokens: int | None) -> Iterator[AtOnce]:
-    """What the pool serves at each length. `shared_tokens`: with so many tokens in common; None: not known."""
+    """What the pool serves at each length. `shared_tokens`: tokens that all requests share; None: not known."""
     tables, num_blocks = fit.tables, fit.num_kvcache_blocks
     for name, length in lengths.items():
         yield AtOnce(

@@ -106,7 +106,7 @@ def hits(
     try:
         _search(lambda num: _is_enough(find(num), unlimited), least, tried, _guesses(curve, unlimited, limits))
     except OutOfTimeError:
-        doubt = "smaller pools were not all tried, as that takes long"
+        doubt = "smaller pools were not all tried, to save time"
     good = [each for each in tried.values() if _is_enough(each, unlimited)]
     enough = min(good, key=lambda each: each.num_blocks)
     pools = tuple(tried[num_blocks] for num_blocks in sorted(tried))
@@ -114,7 +114,7 @@ def hits(
 
 
 def hits_one_at_a_time(curve: LruCurve, num_blocks: int) -> Hits:
-    """The same by stack distances, which is exact for LRU and requests that come one at a time and generate nothing."""
+    """Find the hits by stack distances: exact for LRU and requests that come one at a time and generate nothing."""
 
     def find(size: int) -> Found:
         blocks, tokens = curve.hits_at(size)
@@ -124,9 +124,7 @@ def hits_one_at_a_time(curve: LruCurve, num_blocks: int) -> Hits:
     here, enough = find(num_blocks), find(curve.size_for(unlimited.tokens[0] - NEARLY * curve.num_tokens))
     drawn = curve.sizes[:: max(1, len(curve.sizes) // _MOST_DRAWN)].tolist()
     pools = (*map(find, drawn), unlimited)
-    return Hits(
-        here, unlimited, unlimited.hit_rate, enough, pools, "LRU without running requests, which need blocks, too"
-    )
+    return Hits(here, unlimited, unlimited.hit_rate, enough, pools, "LRU alone, without the blocks of running requests")
 
 
 def found_in(
@@ -159,7 +157,7 @@ def hits_in_words(found: Hits, block_bytes: int | None = None) -> str:
     """What the plan's pool finds, and which one finds as much as one without limit: the first line of `simulate`."""
     here, enough, unlimited = found.here, found.enough, found.unlimited
     if not unlimited.tokens[1]:
-        return "No request is served, whatever the size of the pool."
+        return "No request can be served, whatever the size of the pool."
 
     def pool(each: Found) -> str:
         return plural(each.num_blocks, "block") + (
@@ -183,7 +181,7 @@ def hits_in_words(found: Hits, block_bytes: int | None = None) -> str:
         all_fit = f"; all fit into {pool(enough)}" if num_refused > 0 else ""
         most = percent_text(unlimited.hit_rate)
         return (
-            f"{first}{all_fit}; as they are, the prompts share next to nothing: an unlimited cache finds {most}{doubt}."
+            f"{first}{all_fit}; the prompts share almost nothing as they are: an unlimited cache finds {most}{doubt}."
         )
     if enough.num_blocks == here.num_blocks:
         return f"{first}, {as_much(here)}{doubt}."

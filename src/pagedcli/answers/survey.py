@@ -36,7 +36,7 @@ class PromptScan:
     max_model_len: int | None  # tokens
     plan: PromptSurvey
     tokenizer: "Tokenizer"
-    drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they part
+    drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they diverge
     num_rows: int = 0
     num_deduplicated: int = 0  # rows left out because an equal one answers them (--deduplicate)
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
@@ -45,7 +45,7 @@ class PromptScan:
     scores: Counter[str] = field(default_factory=Counter)  # counts of scored rows and tokens: see add_scored
 
     def add_scored(self, num_context: int, num_known: int, continuations: list[list[int]], block_size: int) -> None:
-        """Count a row with continuations, whose context begins with so many tokens of earlier ones: the tokens that
+        """Count a row with continuations, whose context begins with num_known tokens of earlier ones: the tokens that
         are computed if each continuation is alone with its context, if each context is computed once, and if an
         unlimited cache has what contexts share."""
         own = sum(len(token_ids) - 1 for token_ids in continuations)

@@ -37,7 +37,7 @@ _LEGEND = """\
  time line     each column a step or several: blocks in use, cached, empty;
                P preempted, e evicted, ▲ shown. With the focus: up, down
                zoom, left, right move; mouse: click, drag, wheel
- block pool    · empty  ○ cached  ▫ filling  ■ in use  2-9 + shared by so many
+ block pool    · empty  ○ cached  ▫ filling  ■ in use  2-9 + number of owners
                in reverse: of the selected sequence
  G             0-9 a-z + the group of layers whose K and V a block holds,
                underlined: cached; :groups has their windows and layers
@@ -97,7 +97,7 @@ class PoolApp(PlayerApp):
  s             sort: running first, waiting longest, most preempted,
                most blocks, id, tokens, out; or click on a column
  c             block tables and reasons, not the figures; and back
- a             show finished sequences, too
+ a             also show finished sequences
  z             zoom to the blocks in use, and back
  G             the block pool by groups of layers, and back"""
 

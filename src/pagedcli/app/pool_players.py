@@ -32,7 +32,7 @@ _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may tak
 
 
 class PoolPlayer(Player[Moment]):
-    """A player that tells stories, too."""
+    """A player that also tells stories."""
 
     series: StepSeries  # the pool at each step so far
 

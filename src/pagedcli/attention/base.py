@@ -95,7 +95,7 @@ class PagedBatch:
     states: tuple[tuple[Tensor, ...], ...] = ()  # pools [slots + 1, ...] of each recurrent layer
 
     def of_late(self) -> "PagedBatch":
-        """The same cache, seen by the late tokens alone."""
+        """Restrict the batch to its late tokens, over the same cache."""
         assert self.late is not None, "not all hidden states are wanted"
         starts = self.late.cu_q_host
         return replace(

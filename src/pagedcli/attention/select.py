@@ -203,7 +203,7 @@ def layer_refusal(able: Capabilities, layer: AttentionLayer) -> str | None:
 
 
 class BackendsByHeads(AttentionBackend):
-    """The same backend for each kind of layer, in models whose layers differ in their heads.
+    """Runs one backend for each kind of layer, in models whose layers differ in their heads.
 
     The cache is [2, 1, N, U]: a block has U elements of K and as many of V, in which the layers of its group lie one
     after another. To a layer's backend it looks like a cache of its own whose blocks lie apart.

@@ -269,7 +269,7 @@ class TritonAttention(AttentionBackend):
             self._partial_buffers(min(DEVICE_LIST_ITEMS, num_seqs * -(-max_total // SPLIT)))
 
     def _partial_buffers(self, num_parts: int) -> tuple[Tensor, Tensor]:
-        """Buffers for so many partial results, shared by all layers and kept between steps."""
+        """Buffers for num_parts partial results, shared by all layers and kept between steps."""
         rows = num_parts * self._spec.num_heads
         if self._partials[1].shape[0] < rows:
             device = self._spec.device

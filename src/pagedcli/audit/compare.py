@@ -86,7 +86,7 @@ class Noise:
         return self.largest > LARGEST_TOLERANCE / 2
 
     def chance(self, num_different: int, num_pairs: int) -> float:
-        """The probability that noise alone makes at least so many of the pairs differ."""
+        """The probability that noise alone makes at least this number of pairs differ."""
         rate = (self.num_different if self.largest is None else 0) + 0.5
         rate /= self.num_pairs + 1
         return sum(

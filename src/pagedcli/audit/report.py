@@ -32,7 +32,7 @@ def notes(audit: Audit) -> list[str]:
     budget, evidence = audit.client.budget, audit.evidence
     lines = [f"{plural(budget.num_requests, 'request')}, {budget.num_tokens:,} tokens, {seconds_text(audit.seconds)}"]
     if evidence is None:
-        return [*lines, "stopped before anything was found out"]
+        return [*lines, "stopped before anything was measured"]
     lines += [one_line(note) for note in evidence.survey.notes]
     if num_others := evidence.survey.runner.num_other_lengths:
         lines.append(f"{plural(num_others, 'pair')} not compared: the server saw prompts of other lengths")

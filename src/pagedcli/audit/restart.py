@@ -123,7 +123,7 @@ def recalled_probes(memory: Memory, runner: Runner, target: Target) -> list[Prob
     endpoint = runner.endpoint
     if (memory.words, memory.num_extra) != (endpoint.words, endpoint.num_extra):
         raise UsageError(
-            "the server makes other tokens of the remembered prompts: its tokenizer is another one",
+            "the server tokenizes the remembered prompts differently: its tokenizer has changed",
             hint="remember again, with the server as it is now",
         )
     probes = []

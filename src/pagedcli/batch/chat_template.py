@@ -221,8 +221,10 @@ class _TemplateProcess:
                     try:
                         self._ask((_ONE_WORD, {"chat_template": template}, None))
                     except RequestError as error:
-                        what = f"{error.message}, even for a chat of one word"
-                        self._refused[template] = RequestError(error.code, what, hint="mend it, or use --chat-template")
+                        what = f"{error.message}, even for a one-word chat"
+                        self._refused[template] = RequestError(
+                            error.code, what, hint="correct it, or use --chat-template"
+                        )
             if (refused := self._refused[template]) is not None:
                 raise refused
             return self._ask(request)

@@ -92,7 +92,7 @@ class Columns:
             input_format=run.input_format,
         )
         if columns.answer in columns._others:
-            raise UsageError(f"--output-field is {columns.answer!r}, which is another column of the output")
+            raise UsageError(f"--output-field is {columns.answer!r}, but the output already has a column of that name")
         return columns
 
     @property

@@ -175,7 +175,7 @@ def _largest_delta(a: list[float], b: list[float]) -> float:
 
 
 def _around(text: str | None, place: int | None) -> str:
-    """The text around a character: what both have in common, then |, then where they part."""
+    """The text around a character: what both have in common, then |, then where they diverge."""
     if text is None or place is None:
         return ""
     before = "..." * (place > _AROUND) + text[max(0, place - _AROUND) : place]

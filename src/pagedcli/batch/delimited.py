@@ -55,7 +55,7 @@ class DelimitedSource(LineSource):
         except UsageError as error:
             hint = f"its first line must be a header; {error.hint}"
             if self._header[0].startswith("{"):
-                hint = "--input-format jsonl reads lines of JSON, whatever the name"
+                hint = "--input-format jsonl reads JSON lines from a file of any name"
             raise UsageError(error.message, hint=hint) from error
 
     def _check_text(self, name: str, path: str, head: bytes) -> None:

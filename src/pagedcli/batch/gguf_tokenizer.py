@@ -23,7 +23,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # More than any tokenizer has: a hostile file must not take gigabytes, or minutes.
 _LONGEST, _MOST_CONTROLS = 1024, 2**14  # characters of a token, control tokens
 _MOST_CHARACTERS, _MOST_SQUARES = 2**22, 2**26  # of SentencePiece's tokens, which are split in every way
-_KEPT, _MOST_KEPT_BYTES = 2**16, 2**27  # so many tokens take a second at every start
+_KEPT, _MOST_KEPT_BYTES = 2**16, 2**27  # this many tokens take a second at every start
 _MARK = "\u2581"  # SentencePiece's for a space
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -149,7 +149,7 @@ class _Made:
             token: i for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)) if kind != _UNUSED
         }
         if len(self._vocab) + self._types.count(_UNUSED) != len(self._tokens):
-            raise self._error("it has a token twice")
+            raise self._error("a token occurs twice")
         if (num_controls := self._types.count(_CONTROL)) > _MOST_CONTROLS:
             raise self._error(f"it has {num_controls:,} control tokens, allowed: {_MOST_CONTROLS:,}")
         if not self._vocab:

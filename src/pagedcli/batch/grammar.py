@@ -248,7 +248,7 @@ def _check_size(structure: StructuredOutputsParams) -> None:
 
 
 def _check_schema(text: str) -> None:
-    """The same for the text of a JSON schema. Raises: RequestError."""
+    """Raises: RequestError for a JSON schema that would take too long to compile."""
     if len(text) > _MAX_TEXT:
         raise RequestError("invalid_schema", f"the schema has {len(text):,} characters, allowed: {_MAX_TEXT:,}")
     num_properties = [0]

@@ -37,10 +37,10 @@ _PEEKED = 2**16  # bytes
 _OTHER_KINDS = {
     b"PAR1": ("a Parquet file", "give it as a file whose name ends in .parquet"),
     b"PK\3\4": ("a zip archive", "unzip -p %s | pagedcli generate -"),
-    b"GGUF": ("a GGUF model file", "-m %s runs it; the prompts are another file"),
+    b"GGUF": ("a GGUF model file", "pass the model with -m %s, and the prompts as another file"),
     b"\xff\xfe": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8 %s > utf8.jsonl"),
     b"\xfe\xff": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8 %s > utf8.jsonl"),
-    b"\0\0\0\0": ("not text: it begins with zeros", "a power cut may have left it so; give the file that was meant"),
+    b"\0\0\0\0": ("not text: it begins with zeros", "a power cut may have truncated it; pass the intended file"),
 }
 
 
@@ -117,7 +117,7 @@ class LineSource:
                 self.has_grown = True
                 return
             if scanned is not None and line.digest != scanned[line.index]:
-                raise self._changed(f"line {line.number} (row {line.index}) is not the one that was there at the start")
+                raise self._changed(f"line {line.number} (row {line.index}) is not the one read at the start")
             num_rows += 1
             yield line
         if scanned is not None and num_rows < len(scanned):
@@ -143,8 +143,8 @@ class LineSource:
 
     def _changed(self, what: str) -> PagedcliError:
         return PagedcliError(
-            f"{self.name} was changed while it was read: {what}",
-            hint="no row was generated from a changed line; restore the old file and use --resume, or start over",
+            f"{self.name} changed during the run: {what}",
+            hint="no row was generated from a changed line; restore the file and use --resume, or start over",
         )
 
     def _lines(self) -> Iterator[Line]:
@@ -159,7 +159,7 @@ class LineSource:
                     if content is not None and not content.strip():
                         num_blank += 1
                         if num_blank > MOST_BLANK_LINES:
-                            raise PagedcliError(f"{self.name} has over {MOST_BLANK_LINES:,} blank lines in a row")
+                            raise PagedcliError(f"{self.name} has over {MOST_BLANK_LINES:,} consecutive blank lines")
                         continue
                     num_blank = 0
                     yield Line(index, number, content, xxhash.xxh64_intdigest(content or b""))

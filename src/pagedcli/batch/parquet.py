@@ -95,7 +95,7 @@ def _open_parquet(path: Path) -> Any:
     except OSError as error:
         raise UsageError(f"cannot read the prompts {path}: {error.strerror or error}") from error
     except pa.ArrowException as error:
-        hint = "--input-format jsonl or csv reads it as text, whatever the name"
+        hint = "--input-format jsonl or csv reads text from a file of any name"
         raise UsageError(f"{path} is not a Parquet file: {error}", hint=hint) from error
 
 

@@ -141,7 +141,7 @@ class BatchOptions:
         return self.config.run
 
     def with_run(self, **changes: Any) -> "BatchOptions":
-        """The same with other keys of the section `run`."""
+        """Copy the options with changed keys of the section `run`."""
         run = msgspec.structs.replace(self.config.run, **changes)
         return replace(self, config=msgspec.structs.replace(self.config, run=run))
 
@@ -229,7 +229,7 @@ class Prompts:
         return self._rows()
 
     def _rows(self, most_together: int = 1) -> Iterator[BatchRow | None]:
-        """As __iter__. Up to so many rows are tokenized together, by all processors; the first ones sooner."""
+        """As __iter__. Up to most_together rows are tokenized together, by all processors; the first ones sooner."""
         limit, (place, num_shards) = self._options.run.limit, self._options.shard
         parsed: list[_Parsed] = []
         num_together = 1
@@ -249,9 +249,9 @@ class Prompts:
         yield from self._with_prompts(parsed)
 
     def admitted(self, grammars: Grammars | None = None) -> Iterator[tuple[BatchRow, list[int] | RequestError]]:
-        """The same without an engine: each row with the number of tokens that each prompt may generate, or why a run
-        would refuse it. One that only does not fit into the pool comes a second time, as if it did. With
-        `deduplicate` rows with the answers of an earlier one are left out.
+        """Read the rows without an engine: each with the number of tokens that each prompt may generate, or why a run
+        would refuse it. A row rejected only for pool size is yielded again as if it fit. With `deduplicate`, rows that
+        get the answers of an earlier one are left out.
 
         `grammars` compiles those of the prompts; None: they are not checked.
         """

@@ -30,7 +30,7 @@ class Spans:
         return sum(end - start for start, end in self.reasoning)
 
     def texts(self, text: str, length: Callable[[int], int]) -> tuple[str, str]:
-        """Reasoning and answer. `length`: of the text of the first so many tokens; a stop string may have cut it."""
+        """Reasoning and answer. `length`: characters of the text of leading tokens; a stop string may have cut it."""
 
         def joined(spans: list[Span]) -> str:
             return "\n".join(text[length(start) : length(end)] for start, end in spans)

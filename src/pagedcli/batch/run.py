@@ -68,9 +68,9 @@ class PrefixWindow(Generic[Waiting]):
         return self._sorted.pop() if self._sorted else None
 
 
-# prompt tokens in work where decisions look at the queue: so many times the pool, and at most; about 65 bytes each
+# prompt tokens in work where decisions look at the queue: a multiple of the pool, and the most; about 65 bytes each
 READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22
-LEAST_TOKENS = 128  # a prompt counts as at least so many: its other objects take as much memory
+LEAST_TOKENS = 128  # tokens; a shorter prompt counts as this many: its other objects take as much memory
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
 Outcome = Literal["complete", "interrupted", "too_many_errors"]
 
@@ -214,7 +214,7 @@ class BatchRun:
     def _pull(self) -> None:
         """Read lines while there is room, and submit requests while the engine has room."""
         max_errors, waits = self._options.run.max_errors, False
-        # so many at most: a sequence of invalid lines must not delay the engine or Ctrl-C
+        # at most this many: a sequence of invalid lines must not delay the engine or Ctrl-C
         for _ in range(self._engine.limits.max_in_work):
             if (
                 self._exhausted

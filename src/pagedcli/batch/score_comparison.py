@@ -162,7 +162,7 @@ class LogitComparison:
         return len(self._kls)
 
     def add(self, a: Prompt, b: Prompt) -> None:
-        """The same prompt in both outputs."""
+        """Count a prompt that both outputs have."""
         both = [[(ids, logprobs) for ids, logprobs in zip(*each, strict=True) if len(ids) > 1] for each in (a, b)]
         is_known = all(None not in ids for each in both for ids, _ in each)
         if not both[0] or not is_known or [ids[0] for ids, _ in both[0]] != [ids[0] for ids, _ in both[1]]:

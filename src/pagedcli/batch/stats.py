@@ -177,9 +177,9 @@ def figures(stats: BatchStats) -> list[Figure]:
 def _draft_figures(facts: RunFacts) -> tuple[Figure, ...]:
     """The figures of a run with --speculation."""
     return (
-        Figure("drafted_tokens", "Tokens guessed and checked.", "tokens", facts.num_drafted_tokens),
-        Figure("accepted_tokens", "Of these, the right ones.", "tokens", facts.num_accepted_tokens),
-        Figure("again_tokens", "Tokens computed once more for the recurrent state, after guesses.", "tokens",
+        Figure("drafted_tokens", "Draft tokens verified.", "tokens", facts.num_drafted_tokens),
+        Figure("accepted_tokens", "Of these, accepted ones.", "tokens", facts.num_accepted_tokens),
+        Figure("again_tokens", "Tokens computed once more for the recurrent state, after drafts.", "tokens",
                facts.num_again_tokens),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _WAIT_S = 0.1
 _LINE_S = 10.0
 _ENDPOINTS_HELP = "tcp://HOST:PORT of each publisher, or a recording."
-_REPLAY_HELP = "Replay endpoint for missed messages; one per publisher."
+_REPLAY_HELP = "Replay endpoint to fetch missed messages from; one per publisher."
 Endpoints = Annotated[list[str], typer.Argument(metavar="ENDPOINT...", help=_ENDPOINTS_HELP, show_default=False)]
 
 
@@ -38,9 +38,9 @@ def attach(
     endpoints: Endpoints,
     *,
     replay: Annotated[list[str] | None, option(metavar="ENDPOINT", help=_REPLAY_HELP)] = None,
-    topic: Annotated[str, option(help="Only messages whose topic starts with this.")] = "",
+    topic: Annotated[str, option(help="Read only messages whose topic starts with this.")] = "",
     metrics: Annotated[
-        str | None, option(metavar="URL", help="Also show the server's own metrics, from its /metrics page.")
+        str | None, option(metavar="URL", help="Also show the server's own counters, read from this /metrics page.")
     ] = None,
     model: Annotated[str | None, option("-m", "--model", help="Decode prefixes with this model's tokenizer.")] = None,
     record: Annotated[Path | None, option(metavar="FILE.jsonl[.zst]", help="Record all messages to a file.")] = None,
@@ -108,7 +108,7 @@ def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None,
         tables.append(metrics_table(scraper))
     print_summary(answer, tables, state, format_)
     if not state.num_messages:
-        unknown = "no messages received; does the server publish KV events there? See docs/servers.md"
+        unknown = "no messages received: check that the server publishes KV events there (docs/servers.md)"
         say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
 
 
@@ -135,7 +135,7 @@ class _Session:
         self._scraper = scraper
 
     def watch(self, duration: float | None, idle: float | None, decode: Decode | None) -> None:
-        """The same in the application."""
+        """Process messages while the application shows the state."""
         from pagedcli.app.base import watch
         from pagedcli.app.kv_app import AttachPlayer, KVApp
 

@@ -31,7 +31,7 @@ _ASSUMED_UNIT = 16
 
 _limits, _connection, _output = (partial(option, panel=panel) for panel in ("Limits", "Connection", "Output"))
 _URL_HELP = "Address before /completions: http://localhost:8000/v1."
-_PROXY_HELP = "HTTP proxy. Those of the environment are not used."
+_PROXY_HELP = "HTTP proxy to use. Proxies in the environment are ignored."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,51 +40,54 @@ class AuditOptions:
 
     url: Annotated[str | None, typer.Argument(metavar="URL", help=_URL_HELP)] = None
     model: Annotated[
-        str | None, option("-m", "--model", metavar="NAME", help="Model to ask. Default: the server's only one.")
+        str | None,
+        option("-m", "--model", metavar="NAME", help="Model to test. Default: the only model of the server."),
     ] = None
     checks: Annotated[
-        str | None, option("--checks", metavar="A,B", help="Only these checks; --dry-run lists them.")
+        str | None, option("--checks", metavar="A,B", help="Run only these checks; --dry-run lists them.")
     ] = None
-    skip: Annotated[str | None, option("--skip", metavar="A,B", help="All checks but these.")] = None
+    skip: Annotated[str | None, option("--skip", metavar="A,B", help="Skip these checks.")] = None
     replay: Annotated[
         Path | None, option("--replay", metavar="FILE", help="Send a failing pair again, with fresh prompts.")
     ] = None
     remember: Annotated[
-        Path | None, option("--remember", metavar="FILE", help="Also keep prompts and answers for --recall.")
+        Path | None, option("--remember", metavar="FILE", help="Also save prompts and answers for --recall.")
     ] = None
     recall: Annotated[
         Path | None,
         option(
             "--recall",
             metavar="FILE",
-            help="Also compare with what --remember kept before a restart. Once per restart: it fills the cache.",
+            help="Also compare with what --remember saved before a restart. Use once per restart: it fills the cache.",
         ),
     ] = None
     dry_run: Annotated[bool, option("--dry-run", help="Print the plan and send nothing.")] = False
     self_test: Annotated[
-        bool, option("--self-test", help="Audit planted servers on this machine, one per kind of fault.")
+        bool, option("--self-test", help="Audit faulty servers started on this machine, one per kind of fault.")
     ] = False
     max_requests: Annotated[
         int, _limits(metavar="N", min=30, max=100_000, help="Requests. Default: 300.")
     ] = 300  # fmt: skip
     max_tokens: Annotated[
-        int, _limits(metavar="N", min=5000, help="Tokens of all prompts and answers. Default: 200000.")
+        int, _limits(metavar="N", min=5000, help="Maximum tokens of all prompts and answers. Default: 200000.")
     ] = 200_000  # fmt: skip
-    max_seconds: Annotated[float, _limits(metavar="S", min=1, help="Seconds of the audit. Default: 290.")] = 290.0
-    timeout: Annotated[float, _limits(metavar="S", min=0.1, help="Seconds of one answer. Default: 30.")] = 30.0
-    concurrency: Annotated[int, _limits(metavar="N", min=2, max=64, help="Requests at a time. Default: 8.")] = 8
+    max_seconds: Annotated[float, _limits(metavar="S", min=1, help="Maximum duration of the audit. Default: 290.")] = (
+        290.0
+    )
+    timeout: Annotated[float, _limits(metavar="S", min=0.1, help="Maximum time for one answer. Default: 30.")] = 30.0
+    concurrency: Annotated[int, _limits(metavar="N", min=2, max=64, help="Requests sent at a time. Default: 8.")] = 8
     key_env: Annotated[
-        str | None, _connection(metavar="NAME", help="Environment variable with the API key.")
+        str | None, _connection(metavar="NAME", help="Environment variable that holds the API key.")
     ] = None  # fmt: skip
     proxy: Annotated[str | None, _connection(metavar="URL", help=_PROXY_HELP)] = None
     ca_file: Annotated[
-        Path | None, _connection(metavar="PEM", help="Certificates to trust instead of the system's.")
+        Path | None, _connection(metavar="PEM", help="Certificates to trust, instead of the system's.")
     ] = None  # fmt: skip
     output_file: Annotated[
         Path | None, _output("-o", "--output-file", metavar="PAGE.html", help="Also write an HTML page.")
     ] = None
     output_dir: Annotated[
-        Path, _output(metavar="DIR", help="Folder for failing pairs, audit-<N>.json. Default: this one.")
+        Path, _output(metavar="DIR", help="Folder for failing pairs, audit-<N>.json. Default: the current one.")
     ] = Path()  # fmt: skip
     overwrite: Annotated[bool, _output("--overwrite", help="Replace an existing page or --remember file.")] = False
     format_: FormatOption = Format.TABLE
@@ -104,9 +107,10 @@ class AuditOptions:
 def audit(options: AuditOptions) -> None:
     """Check whether a server's prefix cache tells the truth.
 
-    Sends random prompts to a server with the OpenAI completions API and compares cold answers with warm ones: at block
-    boundaries, as a next turn, in a crowd, as streams, with two samples, with other salts, after eviction. Differences
-    count only beyond the noise of the server, which is measured first. Nothing is sent to any other address.
+    Sends random prompts to a server with the OpenAI completions API and compares answers with a cold and a warm cache:
+    at block boundaries, as a next turn, among concurrent requests, streamed, with two samples, with other salts, after
+    eviction. A difference counts only if it exceeds the server's noise, which is measured first. Nothing is sent to any
+    other address.
 
     \b
     Examples:
@@ -117,7 +121,7 @@ def audit(options: AuditOptions) -> None:
       pagedcli audit http://localhost:8000/v1 --recall before.json
       pagedcli audit --self-test
 
-    Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage, 3 a check could not be made, 130 interrupted.
+    Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage, 3 a check was inconclusive, 130 interrupted.
     """
     _check_alone(options)
     if options.self_test:
@@ -155,7 +159,7 @@ def _check_alone(options: AuditOptions) -> None:
         given |= {"URL": options.url, "--replay": options.replay, "--dry-run": options.dry_run or None}
     useless = [name for name, value in given.items() if value is not None]
     if kind is not None and useless:
-        raise UsageError(f"{useless[0]} has no effect with {kind}", hint="leave out one of them")
+        raise UsageError(f"{useless[0]} has no effect with {kind}", hint="use one of them")
 
 
 def _run(run: "Audit", options: AuditOptions) -> None:
@@ -170,7 +174,9 @@ def _run(run: "Audit", options: AuditOptions) -> None:
     try:
         was_interrupted = run_to_end(run)
     except LimitReached as limit:
-        raise ServerError(f"{limit} before the server was understood", hint="allow more") from limit
+        raise ServerError(
+            f"{limit} before the first measurements of the server were complete", hint="raise the limit"
+        ) from limit
     finally:
         line.close()
     tables = [verdict_table(run)]
@@ -183,12 +189,12 @@ def _run(run: "Audit", options: AuditOptions) -> None:
             file.write(page(run))
     if options.remember is not None:
         if run.memory is None:
-            hint = "allow more: --max-requests, --max-tokens, --max-seconds"
-            raise ServerError("stopped before all prompts were remembered, and none is", hint=hint)
+            hint = "raise --max-requests, --max-tokens or --max-seconds"
+            raise ServerError("stopped before all prompts were answered: nothing was remembered", hint=hint)
         save_memory(run.memory, options.remember, overwrite=options.overwrite)
         say(f"remembered {plural(len(run.memory.prompts), 'prompt')}; after a restart: --recall {options.remember}")
     verdicts = run.verdicts()
-    say("interrupted: the verdicts are of what was seen until then" if was_interrupted else summary(verdicts))
+    say("interrupted: the verdicts cover only what was sent before" if was_interrupted else summary(verdicts))
     raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else exit_code(verdicts))
 
 
@@ -251,9 +257,7 @@ def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> Non
         f"to {url} only; at most {plural(options.max_requests, 'request')}, {options.max_tokens:,} "
         f"tokens, {options.max_seconds:,.0f} s, {plural(options.concurrency, 'request')} at a time"
     )
-    assumed = (
-        f"for blocks of {_ASSUMED_UNIT} tokens and salts; what the server has is found out first. Nothing was sent."
-    )
+    assumed = f"assumes blocks of {_ASSUMED_UNIT} tokens and salts; an audit measures both first. Nothing was sent."
     print_tables([plan_table([*around, *probes], _SURVEY_REQUESTS, [limits, assumed])], options.format_)
 
 
@@ -268,7 +272,7 @@ def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:
     without = set() if skip is None else {name.strip() for name in skip.split(",")}
     chosen = tuple(check for check in CHECKS if check in only - without)
     if not chosen:
-        raise UsageError("no check is left", hint="the checks are " + ", ".join(CHECKS))
+        raise UsageError("--checks and --skip leave no check", hint="the checks are " + ", ".join(CHECKS))
     return chosen
 
 
@@ -287,7 +291,7 @@ def _say_if_key_is_readable(options: AuditOptions) -> None:
     url = urlsplit(options.url or "")
     is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", url.hostname or "") is not None
     if options.key_env is not None and url.scheme == "http" and not is_local:
-        say("note: the key is sent without encryption, as the URL begins with http:")
+        say("note: the key is sent without encryption, because the URL begins with http:")
 
 
 def _progress(line: ProgressLine, run: "Audit") -> Callable[[str], None]:

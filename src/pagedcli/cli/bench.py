@@ -57,7 +57,7 @@ def read_earlier(path: Path) -> list[Earlier]:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (*NOT_JSON, KeyError) as error:
         hint = "make one with pagedcli bench --format json"
-        raise UsageError(f"{path} is not a measurement to compare with", hint=hint) from error
+        raise UsageError(f"{path} is not a measurement of pagedcli bench", hint=hint) from error
 
 
 def headline(row: "WorkloadRow") -> str:
@@ -79,12 +79,12 @@ def bench_notes(plan: "Plan", rows: Sequence["WorkloadRow"]) -> list[str]:
         read = _range([each.read_bytes_per_s for each in machines])
         peak = _range([each.flop_per_s for each in machines])
         notes.append(
-            f"Around these passes the machine read {read} GB/s and did {peak} GFLOP/s of"
+            f"Limits measured around the passes: {read} GB/s of reads and {peak} GFLOP/s of"
             f" {machines[0].instructions} on {plural(machines[0].threads, 'thread')}."
         )
     notes += _busy_warning(worst(row.busy for row in rows))
     if machines and any(row.share_of_floor is None for row in rows):
-        notes.append("The share of the limits is left out: passes were faster than those measured around them.")
+        notes.append("The share of the limits is left out: passes were faster than the limits measured around them.")
     return notes
 
 
@@ -113,8 +113,8 @@ InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting th
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
 _MOST_EARLIER_BYTES = 2**24
-_REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES} that end within a minute."
-_COMPARE_HELP = "Compare with an earlier measurement, printed with --format json."
+_REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES}, within a minute."
+_COMPARE_HELP = "Compare with an earlier measurement, saved with --format json."
 
 
 @bench.callback()
@@ -126,7 +126,7 @@ def throughput(
         list[str] | None,
         _workload(help="Predefined workload (repeatable): " + ", ".join(PRESETS) + ".", metavar="NAME"),
     ] = None,
-    num_prompts: Annotated[int, _workload(help="Requests at once; 1 for the latency of one.", min=1)] = 32,
+    num_prompts: Annotated[int, _workload(help="Number of concurrent requests; 1 measures latency.", min=1)] = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     range_ratio: Annotated[float, _workload(help="Draw lengths from [X * length, length].", metavar="X")] = 1.0,
@@ -175,7 +175,7 @@ def throughput(
     if earlier is not None:
         changes, each = compared_rows(earlier, rows), "workload figure before now change verdict"
         note = "within the spread: the ranges of the passes overlap, so the change may be chance"
-        notes = [note if changes else "no workload of as many tokens is in both measurements"]
+        notes = [note if changes else "the two measurements have no workload in common"]
         title = "Compared with the earlier measurement"
         tables.append(table(FigureChange, "compared", title, changes, each, notes=notes))
     print_tables(tables, format_, story=list(map(headline, rows)))

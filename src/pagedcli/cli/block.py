@@ -134,13 +134,13 @@ def _answer(life: BlockLife, state: PoolState) -> str:
         more = len(owners) - len(names)
         finding += f"{block} is held by {', '.join(names)}" + (f" and {plural(more, 'other sequence')}" if more else "")
     elif not life.tenures:
-        finding += f"nobody has ever held {block}"
+        finding += f"no sequence has ever held {block}"
     else:
         holder, kept = life.tenures[-1], "is empty"
         if state.hashes[life.block_id] is not None:
             kept = f"caches content of {seq_name(state, life.contents[-1].seq_id)}"
         held = f"last held by {seq_name(state, holder.seq_id)} until {_when(holder.until, '')}"
-        finding += f"nobody holds {block}; it {kept}, {held}"
+        finding += f"no sequence holds {block}; it {kept}, {held}"
     if evicted := [each for each in life.contents if each.evicted_for is not None]:
         last, number = evicted[-1], f", the last of {len(evicted):,} evictions" if len(evicted) > 1 else ""
         finding += (
@@ -181,7 +181,7 @@ def _group_notes(state: PoolState, groups: Iterable[int | None]) -> list[str]:
 
 
 def _notes(facts: dict[str, Any]) -> list[str]:
-    owners = [] if facts["ref_count"] else ["nobody holds it"]
+    owners = [] if facts["ref_count"] else ["no sequence holds it"]
     if facts["text"] is not None:
         return [*owners, f'text: "{one_line(facts["text"])}"']
     return owners if facts["token_ids"] is None else [*owners, f"token ids: {list(facts['token_ids'])}"]

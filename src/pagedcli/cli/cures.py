@@ -38,7 +38,7 @@ def or_note(what: str, find: Callable[[], _T], otherwise: _T) -> _T:
     except PagedcliError:
         raise
     except Exception as error:
-        say(f"note: {what} is not known, as looking for it failed: {type(error).__name__}: {error}".rstrip(": "))
+        say(f"note: {what} could not be determined: {type(error).__name__}: {error}".rstrip(": "))
         return otherwise
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Decode = Callable[[tuple[int, ...]], str]
 TokenizerOption = Annotated[
     str | None,
-    option(metavar="MODEL", help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran."),
+    option(metavar="MODEL", help="Decode recorded tokens with this model's tokenizer. Default: the model that ran."),
 ]
 
 

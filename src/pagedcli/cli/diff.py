@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="A trace, or a prompt file.", show_default=False)],
-    after: Annotated[Path, typer.Argument(metavar="AFTER", help="The other one.", show_default=False)],
+    before: Annotated[
+        Path, typer.Argument(metavar="BEFORE", help="Trace or prompt file to compare from.", show_default=False)
+    ],
+    after: Annotated[
+        Path, typer.Argument(metavar="AFTER", help="Trace or prompt file to compare with it.", show_default=False)
+    ],
     *,
     tokenizer: TokenizerOption = None,
     config: ConfigFile = None,
@@ -33,11 +37,11 @@ def diff(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Say what changed most between two runs, time and hits, and what each difference changes alone.
+    """Show how time and hits changed between two runs, and what each difference changes by itself.
 
-    Other prompts, order, block size, pool, policy or limits: the earlier run is simulated with one difference at a
-    time; what they change only together is said as "together". Two prompt files are compared as this machine would run
-    them, with the configuration given here. See docs/look-inside.md.
+    Compares prompts, order, block size, pool, policy and limits: the earlier run is simulated with one difference at a
+    time, and the line "together" has what they change only in combination. Two prompt files are compared as this
+    machine would run them, with the configuration given here. See docs/look-inside.md.
 
     \b
     Examples:
@@ -52,7 +56,9 @@ def diff(
 
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
-        raise UsageError("one is a recorded run, the other a prompt file", hint="compare two of the same kind")
+        raise UsageError(
+            "one is a recorded run, the other a prompt file", hint="compare two traces or two prompt files"
+        )
     if flags and is_trace:
         names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
         raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
@@ -94,7 +100,9 @@ def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[list[Side], Toke
 
     folder, spec = prompt_model(loaded, None)
     if spec is None:
-        raise UsageError(f"{folder} has no config.json, which says how large a block is", hint="name a model with -m")
+        raise UsageError(
+            f"{folder} has no config.json, which is needed for the size of a block", hint="name a model with -m"
+        )
     decision = decide(loaded.config.engine, spec, this_machine(free_memory=True))
     plan, limits = decision.expected_plan, limits_without_pool(loaded.config.engine, spec)
     sides = []

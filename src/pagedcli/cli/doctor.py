@@ -41,9 +41,7 @@ EXIT_FAILED = 1
 def doctor(
     *,
     device: Annotated[str, typer.Option(help="Device to test: auto, cpu, cuda, cuda:1, ...")] = "auto",
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Instead, say whether and how this model runs here.")
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Check this model instead of the machine.")] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Check what this machine supports: attention backends (and why others are unavailable), kernels, and a self-test.
@@ -51,8 +49,8 @@ def doctor(
     The self-test runs the built-in model through prefix hits, preemption and chunked prefill, and compares each
     available attention backend with the reference. It takes a few seconds on a CPU.
 
-    With --model it answers for that model, by its config.json alone: on what path it runs, what it takes of memory, and
-    how fast it can be at most.
+    With --model it reads only the config.json of that model: how it runs here, how much memory it takes, and how
+    fast it can be at most.
 
     \b
     Examples:
@@ -61,8 +59,8 @@ def doctor(
       pagedcli doctor --device cuda
       pagedcli doctor --format json | jq '.self_test[] | select(.passed | not)'
 
-    Exit codes: 0 all checks passed, or the model fits, 1 a check failed, or it does not fit, 2 wrong usage, or a model
-    that does not run.
+    Exit codes: 0 all checks passed, or the model fits, 1 a check failed, or the model does not fit, 2 wrong usage,
+    or an unsupported model.
     """  # fmt: skip
     if model is not None:
         _judge(model, device, format_)

@@ -24,15 +24,15 @@ _INPUTS = ("prompts", "trace")  # parameters that name what a command reads
 _TABLES = ""  # the value of a bare --dump-kv
 
 _DUMP_HELP = "Print each step's block tables, ref counts and prefix hits, or write FILE.csv."
-_panel = "Tables of the steps (docs/look-inside.md)"
+_panel = "Step tables (docs/look-inside.md)"
 DumpKv = Annotated[str | None, option(_FLAG, help=_DUMP_HELP, metavar="[FILE]", panel=_panel)]
 Steps = Annotated[
-    str | None, option("--steps", help="Only these steps, e.g. 100-120, 100- or 100.", metavar="A-B", panel=_panel)
+    str | None, option("--steps", help="Show only these steps, e.g. 100-120, 100- or 100.", metavar="A-B", panel=_panel)
 ]
 Every = Annotated[
     int,
     option(
-        "--every", help="Only every N-th of them; lookups are all written.", metavar="N", min=1, panel=_panel,
+        "--every", help="Show only every N-th of these steps, but all lookups.", metavar="N", min=1, panel=_panel,
         show_default=True,
     ),
 ]  # fmt: skip
@@ -123,7 +123,7 @@ class DumpFiles:
         if self._files.close():
             say(f"KV tables: {self._files.names}")
             if not self._rows.num_steps:
-                say("note: the run has none of the chosen steps: these tables have no rows")
+                say("note: the run has none of the chosen steps, so these tables are empty")
 
 
 def table_width(*, stderr: bool = False) -> int | None:

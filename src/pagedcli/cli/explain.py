@@ -40,11 +40,11 @@ from pagedcli.views.names import NamedRequest, find_request
 from pagedcli.views.rows import chosen, values_of
 from pagedcli.views.words import accepted_words, again_words
 
-_REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
+_REQUEST_HELP = "Show only the lookups of this request, by its id or row index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Show the history of block N instead: who held it, and what it contained."
-_PAGE_HELP = "Write an HTML page instead, with --request opened there."
-_ALL_HELP = "Show every table in full: also where all tokens were, why lookups ended, checkpoints and salts."
-_FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
+_PAGE_HELP = "Write an HTML page instead; --request opens that request in it."
+_ALL_HELP = "Show every table in full, also the outcomes of all tokens and lookups, checkpoints and salts."
+_FORMAT_HELP = "Output format. csv has one table: the totals; with --lookups or --request, the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
 _LOST_MOST = "Lookups that lost most"
 _IN_SHORT = ("step", "label", "num_tokens", "tokens_hit", "lost_tokens", "why")  # columns without --all
@@ -58,7 +58,9 @@ def explain(
     *,
     request: Annotated[str | None, option(metavar="ID", help=_REQUEST_HELP)] = None,
     block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None,
-    lookups: Annotated[bool, option("--lookups", help="List every lookup, not only those that lost most.")] = False,
+    lookups: Annotated[
+        bool, option("--lookups", help="List every lookup, not only those that lost the most tokens.")
+    ] = False,
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False,
     output_file: Annotated[Path | None, option("-o", "--output-file", metavar="PAGE.html", help=_PAGE_HELP)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
@@ -67,11 +69,11 @@ def explain(
 ) -> None:
     """Explain why each prefix lookup hit or missed, and where the hit rate was lost.
 
-    The ceiling is the hit rate of an unlimited cache in which every block is computed once. With --record-tokens, a
-    recording also shows the text where prompts diverge. Recordings of `pagedcli attach` have no lookups: for these,
-    explain shows which blocks were recomputed and why, and what a larger cache would have kept. With -o it writes a
-    page that needs no network: block map and tables at any step, charts over time, every request and lookup. If tokens
-    were recorded, it contains parts of the prompts: share with care.
+    The ceiling is the hit rate of an unlimited cache in which every block is computed once. If the run was recorded
+    with --record-tokens, explain also shows the text where prompts diverge. Recordings of `pagedcli attach` have no
+    lookups: for these, explain shows which blocks were recomputed and why, and what a larger cache would have kept.
+    With -o it writes a page that needs no network: block map and tables at any step, charts over time, every
+    request and lookup. If tokens were recorded, it contains parts of the prompts: share with care.
 
     \b
     Examples:
@@ -83,7 +85,7 @@ def explain(
     """  # fmt: skip
     if output_file is not None:
         if block is not None or lookups or all_ or format_ is not Format.TABLE:
-            raise UsageError("-o writes the whole page, which is combined with --request and --tokenizer only")
+            raise UsageError("-o writes the whole page: only --request and --tokenizer can be combined with it")
         write_run_page(trace, output_file, request, tokenizer, overwrite=overwrite)
         return
     if is_recording(trace, request=request, lookups=lookups, block=block, all=all_):
@@ -137,13 +139,13 @@ def _lookups_of(named: NamedRequest, explainer: Explainer, trace: Path) -> list[
 
 
 def _story(lookups: Sequence[Lookup], decode: Decode | None, seqs: Iterable[SeqState]) -> list[str]:
-    """What the lookups of a request found, why they ended, where its prompt parted, and how its guesses were, in
-    sentences."""
+    """What the lookups of a request found, why they ended, where its prompt diverged, and how many draft tokens were
+    accepted, in sentences."""
     told = [lookup_story(lookup) for lookup in lookups[:_MOST_TOLD]]
     if len(lookups) > _MOST_TOLD:
         told.append(f"It looked up {len(lookups) - _MOST_TOLD:,} more times.")
-    parted = dict.fromkeys(ExplainedLookup(lookup, decode).divergence for lookup in lookups)
-    words = [*parted, _guess_words(seqs)]
+    diverged = dict.fromkeys(ExplainedLookup(lookup, decode).divergence for lookup in lookups)
+    words = [*diverged, _guess_words(seqs)]
     return [*told, *(f"{capitalized(each)}." for each in words if each is not None)]
 
 
@@ -178,7 +180,7 @@ def why_in_words(explainer: Explainer, state: PoolState) -> str:
 
 
 def _guess_words(seqs: Iterable[SeqState]) -> str | None:
-    """How many guessed tokens of sequences were right; None: there were none."""
+    """How many draft tokens of sequences were accepted; None: nothing was drafted."""
     num_right = num_guesses = 0
     for seq in seqs:
         num_right, num_guesses = num_right + seq.num_right_guesses, num_guesses + seq.num_guesses
@@ -297,7 +299,7 @@ def _checkpoints_table(checkpoints: list[CheckpointRow]) -> Table:
     rows = [values_of(use, "json") for use in used[:_MOST_CHECKPOINTS]]
     unused = sum(not use.num_hits for use in checkpoints)
     title = f"Checkpoints of recurrent state: {len(checkpoints):,}, of which {unused:,} were never used"
-    notes = [f"the {len(rows)} of most use are shown"] if len(rows) < len(checkpoints) else []
+    notes = [f"the {len(rows)} most used are shown"] if len(rows) < len(checkpoints) else []
     return Table("checkpoints", title, chosen(CheckpointRow, "table"), rows, notes)
 
 

@@ -45,7 +45,7 @@ _VALUE = re.compile(r"(\w+)\[(.*?)\]\.(\w+)")
 _TRACE = "run.jsonl"
 _SAYS = "Your prediction (Enter skips, q ends): "
 _NEXT = "Enter continues, p saves the picture, q ends: "
-_LESSON_HELP = "Number of a lesson. Default: all, one after the other."
+_LESSON_HELP = "Number of the lesson. Default: all, one after the other."
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +148,14 @@ def learn(
         Path | None, option("--picture", metavar="FILE", help="Also draw the picture of lesson N, as .svg or .png.")
     ] = None,
     keep: Annotated[
-        Path | None, option("--keep", metavar="FOLDER", help="Keep the prompts and traces, a folder for each lesson.")
+        Path | None,
+        option("--keep", metavar="FOLDER", help="Keep prompts and traces here, in a folder for each lesson."),
     ] = None,
 ) -> None:
     """Learn how a paged KV cache works, in eight lessons on the built-in model.
 
-    Each lesson asks a question. Type your prediction; then it runs, shows the block pool, and the trace of the run says
-    whether you were right. In a pipe it asks nothing, and prints question, run and answer as Markdown.
+    Each lesson asks a question. Type your prediction; then the lesson runs, shows the block pool, and checks your
+    prediction against the trace. In a pipe it asks nothing and prints question, run and answer as Markdown.
 
     \b
     Examples:
@@ -165,7 +166,7 @@ def learn(
     """  # fmt: skip
     known = lessons()
     if lesson is not None and lesson > len(known):
-        raise UsageError(f"there is no lesson {lesson}", hint=f"they are 1 to {len(known)}")
+        raise UsageError(f"there is no lesson {lesson}", hint=f"lessons are 1 to {len(known)}")
     if picture is not None and lesson is None:
         raise UsageError(
             "--picture needs the number of a lesson", hint="for example pagedcli learn 3 --picture copy.svg"
@@ -230,7 +231,7 @@ class _Teacher:
             predicted = lesson.predicted(typed)
             if predicted is not None:
                 return predicted
-            print(f"That is none of {', '.join(lesson.choices)}." if lesson.choices else "That is no number.")
+            print(f"That is not one of {', '.join(lesson.choices)}." if lesson.choices else "That is not a number.")
 
     def goes_on(self, lesson: Lesson, trace: Path) -> bool:
         """Whether the learner wants the next lesson."""

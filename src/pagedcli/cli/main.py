@@ -32,7 +32,7 @@ COMMANDS = {
     "merge": ("Run", "Merge the outputs of all shards of a run."),
     "trace": ("Look inside", "Watch the KV cache of a run, live or recorded."),
     "explain": ("Look inside", "Explain why prefixes of a run were found or missed."),
-    "diff": ("Look inside", "List what differs between two runs, and what each changes."),
+    "diff": ("Look inside", "List what differs between two runs, and the effect of each."),
     "plan": ("Predict", "Predict how long a file takes and what its KV cache does."),
     "profile-memory": ("Predict", "Show where memory goes and how many KV blocks fit."),
     "simulate": ("Predict", "Simulate the KV cache on a trace, at many pool sizes."),
@@ -40,7 +40,7 @@ COMMANDS = {
     "audit": ("Servers", "Check whether a server's prefix cache tells the truth."),
     "doctor": ("This machine", "Check what this machine supports, and test it."),
     "bench": ("This machine", "Measure speed and compare it with the machine's limits."),
-    "store": ("This machine", "Look after the folder of --prefix-store."),
+    "store": ("This machine", "List, check and trim the folder of --prefix-store."),
     "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
 }
 # old names of commands, for one version -> what stands for them
@@ -169,7 +169,7 @@ class _Command(TyperCommand):
 
             flag = getattr(error, "option_name", "")
             if (key := key_without_flag(flag)) is not None:
-                ctx.fail(f"{flag} has no flag: set {key} in the file of -C.")
+                ctx.fail(f"{flag} is not a flag: set {key} in the configuration file (-C).")
             raise
 
     def _sections(self, ctx: Any) -> dict[str, list[Any]]:
@@ -242,7 +242,7 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", platform.platform()
     found, target = library(), runnable()
-    instructions = "none of those that wheels have kernels for" if target is None else target.name
+    instructions = "none that wheels have kernels for" if target is None else target.name
     yield "processor", f"{platform.machine()}, best instructions: {instructions}"
     if isinstance(found, str):
         yield "kernels", f"compiled on first use ({found})"
@@ -270,7 +270,7 @@ app = typer.Typer(
 def pagedcli(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="With --version: what a report of a bug needs.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --version: print what a bug report needs.")] = False,
 ) -> None:
     """LLM batch generation and KV-cache inspection.
 

@@ -19,10 +19,12 @@ def merge(
         ),
     ],
     *,
-    output_file: Annotated[Path, typer.Option("-o", "--output-file", help="The merged file.", show_default=False)],
+    output_file: Annotated[
+        Path, typer.Option("-o", "--output-file", help="File for the merged rows.", show_default=False)
+    ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
     allow_duplicate_ids: Annotated[
-        bool, typer.Option("--allow-duplicate-ids", help="Keep rows whose ids occur in several shards.")
+        bool, typer.Option("--allow-duplicate-ids", help="Keep rows whose id is in more than one shard.")
     ] = False,
 ) -> None:
     """Merge the outputs of all shards of a run, or the parts of a distributed run, in input order.

@@ -31,16 +31,16 @@ PICTURE_HELP = (
     "Draw a picture: .svg or .png of --step, .gif of --steps. With --follow, the block tables of that request."
 )
 OF_HELP = (
-    "pool: blocks and block tables; request: the life of the one to --follow; prefixes: their tree with its hits;"
-    " waste: contiguous against paged. Default: pool."
+    "What to draw. pool: blocks and block tables; request: timeline of the one in --follow; prefixes: prefix tree with"
+    " hits; waste: contiguous against paged. Default: pool."
 )
 ShapeOption = Annotated[
     Shape | None,
-    option("--shape", help="slide: 16:9; column: as wide as a column of a paper. Default: slide.", panel=_PANEL),
+    option("--shape", help="Format. slide: 16:9; column: width of a paper's column. Default: slide.", panel=_PANEL),
 ]
 ThemeOption = Annotated[
     Theme | None,
-    option("--theme", help="Colours; auto: as the viewer's, light in .png and .gif. Default: auto.", panel=_PANEL),
+    option("--theme", help="Colours; auto: follow the viewer, light in .png and .gif. Default: auto.", panel=_PANEL),
 ]
 
 

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
-_EXPECTED_HELP = "Tokens that rows generate, if that is less than their max_tokens."
-_NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
-_TUNE_HELP = "Only print the fastest settings as YAML, for -C of generate; times some in turns, for up to a minute."
+_EXPECTED_HELP = "Expected tokens generated per row, where fewer than its max_tokens."
+_NO_CALIBRATE_HELP = "Don't load the model: times are given only if it was calibrated before."
+_TUNE_HELP = "Only print the fastest settings as YAML, for generate -C; times candidates for up to a minute."
 _ALL_HELP = (
-    "Show every table, and look in every row for where prompts diverge, not only in 20,000; of more than 67 million"
-    " prompt tokens in as many rows as have so many. It takes about 0.05 GiB of memory per million."
+    "Show every table, and look for where prompts diverge in all rows, up to 67 million prompt tokens, instead of in"
+    " 20,000. Takes about 0.05 GiB of memory per million tokens."
 )
 _LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
 
@@ -52,11 +52,13 @@ class PlanOptions:
     """The flags of `plan` itself; `generate --dry-run` sets some of them."""
 
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help=_INPUT_HELP)]
-    tokenizer: Annotated[Path | None, option(metavar="DIR", help="Tokenizer folder, instead of the model's own.")] = (
-        None
-    )
+    tokenizer: Annotated[
+        Path | None, option(metavar="DIR", help="Folder of the tokenizer, instead of the model's.")
+    ] = None
     expected_output: Annotated[int | None, _time(help=_EXPECTED_HELP, metavar="N", min=1)] = None
-    outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None
+    outputs: Annotated[
+        str | None, _time(help="Take the output lengths from the output of an earlier run.", metavar="OUT.jsonl")
+    ] = None
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False
     tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False
@@ -67,9 +69,9 @@ class PlanOptions:
     def lengths(self) -> str:
         """How long outputs are expected to be."""
         if self.outputs is not None:
-            return f"output lengths: those of {self.outputs}"
+            return f"output lengths: from {self.outputs}"
         if self.expected_output is not None:
-            return f"output lengths: {plural(self.expected_output, 'token')} each, or max_tokens where that is less"
+            return f"output lengths: {plural(self.expected_output, 'token')} each, or max_tokens if smaller"
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
@@ -77,13 +79,13 @@ class PlanOptions:
 def plan(options: PlanOptions, *, flags: Flags) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
-    Begins with the expected time and how much comes from the cache. Then what to change, if that is sure to help: text
-    at which prompts diverge although they are equal afterwards, and settings. Then the file in a few lines; with --all
+    Begins with the expected time and the share of tokens from the cache. Then come changes that are sure to help: to
+    prompts that diverge although the rest of them is equal, and to settings. Then the file in a few lines; with --all
     also the expected run, prompt lengths, shared prefixes with their lines and text, waste at block sizes from 8 to
     256, how much this machine can hold, and which kernels it would use.
 
-    The first plan of a model on a machine loads the model and times steps for about ten seconds; later ones use what it
-    measured. Settings that change the time of a step are tried by --tune alone.
+    The first plan of a model on a machine loads the model and times steps for about ten seconds; later plans reuse
+    these times. Only --tune tries settings that change the time of a step.
 
     \b
     Examples:
@@ -96,7 +98,7 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
     Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
     """  # fmt: skip
     if options.expected_output is not None and options.outputs is not None:
-        raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
+        raise UsageError("--expected-output and --outputs both set the output lengths", hint="use one of them")
     if options.tune and options.no_calibrate:
         raise UsageError("--tune times steps", hint="leave out --no-calibrate")
     raise typer.Exit(run_plan(load_config(options.config, flags), options))
@@ -124,18 +126,20 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     scan, is_table = file.scan, options.format_ is Format.TABLE
     code = EXIT_BAD_ROWS if scan.num_bad else 0
     if not scan.plan.num_prompts:
-        say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
+        say("the file has no valid row, so there is nothing to plan (--field names the field of the prompt)")
     if file.decision is not None and file.decision.pool is None:
         say(f"no forecast: {NOT_PREDICTED}")
     run = _expected_run(loaded, file, options) if file.is_of_a_run and options.tokenizer is None else None
     if options.tune:
         if run is None:
-            raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
+            raise UsageError(
+                "--tune needs a model whose memory can be predicted, and a valid row", hint="name the model with -m"
+            )
         from pagedcli.cli.plan_tune import tuned_settings
 
         print(tuned_settings(run.subject, run.found, loaded), end="")
         return code
-    with working("looking for what to change"):
+    with working("looking for changes that help"):
         pools = None if run is None else _pools(file, run)
         cures = _cures(loaded.config.engine, file, run, pools)
     facts = survey_facts(scan, file.fit) | ({} if run is None else {"forecast": run.facts})
@@ -255,7 +259,7 @@ def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
         own = PromptRequests(name, expected_tokens=options.expected_output)
         first = first_answer(loaded, sample, folder, spec, running, own)
     if first is not None:
-        say_wrapped(f"{_first_words(first)}; reading all of them")
+        say_wrapped(f"{_first_words(first)}; reading all rows")
     progress = ProgressLine(line_every_s=5.0)
 
     def observe(line: "Line") -> None:

@@ -147,7 +147,7 @@ def _rows_table(scan: PromptScan) -> Table:
         notes.append(
             f"scores compute {scores['tokens_shared']:,} tokens: {scores['tokens_alone']:,} if each continuation were "
             f"computed alone, {scores['tokens_by_row']:,} with each context computed once, less where contexts share a "
-            "beginning that is cached"
+            "cached prefix"
         )
     if scan.max_model_len is None:
         notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
@@ -173,7 +173,7 @@ def _shared_table(scan: PromptScan) -> Table:
         }
         for shared in scan.plan.shared_prompts()
     ]
-    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if rows else []
+    notes = [f"tokens in this table are rounded down to a multiple of {UNIT}: 23 shows as 16"] if rows else []
     notes.append(_shared_in_words(scan.plan.longest_shared_tokens()))
     return table(SharedPrefix, "shared_prefixes", "Shared prefixes that save most", rows, notes=notes)
 
@@ -199,6 +199,6 @@ def _shared_in_words(tokens: int) -> str:
 def _block_size_table(survey: PromptSurvey) -> Table:
     notes = [
         "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
-        "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
+        "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones counted once",
     ]
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)

@@ -28,7 +28,7 @@ _TUNE_S = 60.0  # seconds of trials in the simulator, and of runs in turns
 def time_in_turns(
     loaded: LoadedConfig, subject: Subject, run_s: float, before: Changes, after: Changes, budget_s: float
 ) -> Turns | None:
-    """Time the first rows of a file with the changes before and after, in turns, for so many seconds at most; None,
+    """Time the first rows of a file with the changes before and after, in turns, for up to budget_s seconds; None,
     after saying why, if the engines do not start. `run_s`: the predicted time of the whole file."""
     from pagedcli.runner.llm_engine import LLMEngine
 
@@ -40,7 +40,7 @@ def time_in_turns(
         most -= work_of(sample[-1])
     orders = [in_prefix_order(sample) if each.get(ORDER) == "prefix" else sample for each in both]
     flags = " ".join(flags_of({key: value for key, value in after.items() if before.get(key) != value}))
-    say(f"timing {flags} and the settings of before in turns, on {plural(len(sample), 'prompt')}")
+    say(f"timing {flags} and the current settings in turns, on {plural(len(sample), 'prompt')}")
     progress = ProgressLine(line_every_s=5.0)
     try:
         configs = [_engine_config(loaded.config.engine, each) for each in both]
@@ -96,7 +96,7 @@ def tuned_settings(subject: Subject, base: Forecast, loaded: LoadedConfig) -> st
     timing = partial(time_in_turns, loaded, subject, base.seconds or 0.0)
     found = tune(subject, timing, base=base, fixed=frozenset(loaded.sources), budget_s=_TUNE_S)
     if found is None:
-        raise UsageError(f"--tune: to simulate this file takes over {_TUNE_S:.0f} s", hint="try it on a part: --limit")
+        raise UsageError(f"--tune: simulating this file takes over {_TUNE_S:.0f} s", hint="try a part of it: --limit")
     if not found.is_timed:
         is_short = subject.step_time is not None
         why = f"a run under {LEAST_TIMED_S:.0f} s is too short" if is_short else "there is no calibration"
@@ -113,7 +113,7 @@ def _gains(found: Tuned) -> list[str]:
     if found.timed is not None and found.turns is not None:
         gains.append((found.timed, f"{percent_text(found.turns.gain)} less time (timed in turns)"))
     said = [f"{text} with {each.text}" + (f"; {each.cost}" if each.cost else "") for each, text in gains]
-    return said or ["no other setting is sure to be faster"]
+    return said or ["no setting change is sure to be faster"]
 
 
 def _yaml(keys: Changes) -> str:

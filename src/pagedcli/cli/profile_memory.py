@@ -19,7 +19,7 @@ from pagedcli.show.terminal import say
 from pagedcli.views.cache_groups import group_lines
 
 _requests = partial(option, panel="Requests")
-_ALL_HELP = "Show every table: also requests of other lengths, groups of layers, weight formats, KV dtypes."
+_ALL_HELP = "Show every table, also other request lengths, layer groups, weight formats and KV dtypes."
 _described = partial(option, panel="Prediction for another machine (no GPU or weights needed)", metavar="BYTES")
 
 
@@ -27,7 +27,7 @@ _described = partial(option, panel="Prediction for another machine (no GPU or we
 def profile_memory(
     *,
     prompts: Annotated[
-        str | None, _requests(metavar="FILE", help="Also show the concurrency for this file's request lengths.")
+        str | None, _requests(metavar="FILE", help="Also show how many requests of this file's lengths fit at once.")
     ] = None,
     target_concurrency: Annotated[
         int | None, _requests(metavar="N", min=1, help="Also show what N concurrent requests need.")
@@ -35,9 +35,9 @@ def profile_memory(
     gpu: Annotated[str | None, _described(help="GPU model: " + ", ".join(CARDS) + ".", metavar="NAME")] = None,
     gpu_memory: Annotated[str | None, _described(help="Total memory of the GPU, e.g. 24GiB.")] = None,
     memory: Annotated[str | None, _described(help="Total memory of a machine without a GPU, e.g. 24GiB.")] = None,
-    others: Annotated[str | None, _described(help="Memory that other processes hold, without this model.")] = None,
-    used: Annotated[str | None, _described(help="Memory in use by all processes, with this model loaded.")] = None,
-    peak: Annotated[str | None, _described(help="Peak allocation of this process, in the largest step.")] = None,
+    others: Annotated[str | None, _described(help="Memory that other processes hold, not counting this model.")] = None,
+    used: Annotated[str | None, _described(help="Memory that all processes use, with this model loaded.")] = None,
+    peak: Annotated[str | None, _described(help="Peak allocation of this process, during the largest step.")] = None,
     current: Annotated[str | None, _described(help="Allocation of this process with the model loaded.")] = None,
     all_: Annotated[bool, option("--all", help=_ALL_HELP)] = False,
     config: ConfigFile = None,
@@ -46,11 +46,11 @@ def profile_memory(
 ) -> None:
     """Show where memory goes, how many KV blocks fit, and how many requests they serve.
 
-    Begins with how many blocks fit, and how many sequences these hold, or what is missing; then where the memory goes,
-    or what --prompts asks for. --all and other formats have every table.
+    Begins with the number of blocks that fit and of sequences that they hold, or with how much memory is missing; then
+    shows where the memory goes, or what --prompts asks for. --all and formats other than table show every table.
 
-    Loads the model, runs the largest step that the limits allow, and measures. With --gpu, --gpu-memory or --memory it
-    predicts for another machine and needs only config.json, as it does here for a model that does not fit.
+    Loads the model, runs the largest step that the limits allow, and measures it. With --gpu, --gpu-memory or --memory,
+    or for a model that does not fit here, it predicts from config.json alone.
 
     \b
     Examples:
@@ -105,7 +105,7 @@ def _lengths_of(loaded: LoadedConfig, prompts: str) -> tuple[dict[str, int], int
 
 
 def _need(fit: Fit, num_requests: int, need: ServedNeed) -> str:
-    """What so many of the longest requests need at once, in a sentence."""
+    """What num_requests of the longest requests need at once, in a sentence."""
     numbers = (need.device_bytes, need.kv_cache_bytes, fit.weights_bytes, fit.total_bytes)
     whole, cache, weights, total = map(size, numbers)
     return (

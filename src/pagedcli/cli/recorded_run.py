@@ -33,12 +33,12 @@ from pagedcli.views.stats import pool_counts
 from pagedcli.views.step_choice import StepChoice
 
 StepFormat = Literal["table", "json", "md"]
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events written by --record.")]
-_BLOCK_HELP = "Print who holds block N, what it contains, and its story, at --step or at the end."
-_FOLLOW_HELP = (
-    "Highlight one request, by its id or its row's index (the id takes precedence), or one sequence (seq:31)."
-)
-_view, _recorded = (partial(option, panel=panel) for panel in ("View", "Of a recorded run"))
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events, written by --record.")
+]
+_BLOCK_HELP = "Print the owners, content and history of block N, at --step or at the end."
+_FOLLOW_HELP = "Highlight one request, by its id or else its row index, or one sequence (seq:31)."
+_view, _recorded = (partial(option, panel=panel) for panel in ("View", "Recorded runs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class RecordedFlags:
 
     block: Annotated[int | None, _recorded(metavar="N", min=0, help=_BLOCK_HELP)] = None
     check: Annotated[bool, _recorded("--check", help="Verify that the whole trace is consistent.")] = False
-    export: Annotated[Literal["perfetto"] | None, _recorded(help="Export the run to -o, e.g. for ui.perfetto.dev.")] = (
-        None
-    )
+    export: Annotated[
+        Literal["perfetto"] | None, _recorded(help="Export the run to the file -o, e.g. for ui.perfetto.dev.")
+    ] = None
     picture: Annotated[Path | None, _recorded(metavar="FILE", help=PICTURE_HELP)] = None
     of: Annotated[Subject | None, _recorded(help=OF_HELP)] = None
     shape: ShapeOption = None
@@ -78,9 +78,9 @@ class RecordedFlags:
         if self.check and view.format_ == "md":
             raise UsageError("--check does not print --format md", hint="use table or json")
         if picture is not None and (others or self.block is not None or view.format_ != "table"):
-            raise UsageError("--picture is combined with --step, --steps, --every and --follow only")
+            raise UsageError("--picture can be combined only with --step, --steps, --every and --follow")
         if self.block is not None and (others or view.follow is not None or view.steps is not None):
-            raise UsageError("--block is combined with --step and --format only")
+            raise UsageError("--block can be combined only with --step and --format")
 
 
 def is_recorded(name: str) -> bool:

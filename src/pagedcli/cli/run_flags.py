@@ -20,13 +20,11 @@ _file, _inspection, _cluster = (
 ShownFormat = Literal["table", "json", "csv", "md", "yaml"]
 _INPUT_HELP = "JSONL, CSV, TSV or Parquet, or a folder; - is stdin."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
-_ALL_HELP = "End with all figures of the run: times of rows, what the cache lost and wasted, what rows waited for."
-_VERIFY_HELP = "At the end generate N rows again, each alone, and compare tokens and log-probabilities."
+_ALL_HELP = "Also print row times, cache losses and waste, and what rows waited for."
+_VERIFY_HELP = "Generate N rows again at the end, each alone, and compare tokens and log-probabilities."
 _NOTIFY_HELP = "Run this shell command when the run ends, even on failure. Sets PAGEDCLI_EXIT_CODE, PAGEDCLI_ROWS, ..."
-_KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port."
-_FORMAT_HELP = (
-    "Format for --show-config, --dry-run and --dump-kv; yaml only for --show-config, and no csv for --dump-kv."
-)
+_KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay uses the next port."
+_FORMAT_HELP = "Format for --show-config, --dry-run and --dump-kv; yaml: --show-config only; csv: not for --dump-kv."
 _SHOW_HELP = "Show the effective configuration and the source of each value, then exit."
 
 Resume = Annotated[bool, _file("--resume", help="Continue an interrupted run.")]
@@ -38,7 +36,7 @@ Record = Annotated[
 RecordTokens = Annotated[
     bool, _inspection("--record-tokens", help="Include token ids in the trace (reveals the prompts).")
 ]
-NoIds = Annotated[bool, _inspection("--no-ids", help="Leave the ids of the rows out of the trace (private ones).")]
+NoIds = Annotated[bool, _inspection("--no-ids", help="Leave row ids out of the trace, e.g. if they are private.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +64,8 @@ class GenerateOptions:
     record_tokens: RecordTokens = False
     no_ids: NoIds = False
     kv_events: Annotated[str | None, _inspection(help=_KV_EVENTS_HELP, metavar="ENDPOINT")] = None
-    dry_run: Annotated[
-        bool, _inspection("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
-    ] = False
-    ray: Annotated[bool, _cluster("--ray", help="Run on a local Ray cluster; -o is a folder of parts.")] = False
+    dry_run: Annotated[bool, _inspection("--dry-run", help="Only predict the run, as pagedcli plan does.")] = False
+    ray: Annotated[bool, _cluster("--ray", help="Run on a local Ray cluster; -o names a folder of parts.")] = False
     ray_address: Annotated[
         str | None, _cluster(help="Run on an existing Ray cluster, e.g. 'auto'.", metavar="ADDRESS")
     ] = None

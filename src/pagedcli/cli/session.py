@@ -180,7 +180,7 @@ def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:
         say(f"verify: {each.label} differs ({each.kind}): {where}{each.a!r}, alone {each.b!r}")
     if differences:
         say(f"verify: {len(differences):,} of {plural(num_rows, 'row')} differ when generated alone")
-        say("hint: docs/reproducibility.md says where equal bits are promised")
+        say("hint: docs/reproducibility.md lists where equal bits are promised")
         return True
     say(f"verify: {plural(num_rows, 'row')} generated again, each alone and without cached blocks: the same bits")
     return False

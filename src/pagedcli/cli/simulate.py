@@ -24,7 +24,7 @@ KEYS = (
 def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     """Simulate the KV cache on a trace: hit rates, waiting and preemptions at many pool sizes.
 
-    Begins with what the smallest pool finds, and which pool finds as much as an unlimited cache. Runs the real
+    Begins with the hit rate of the smallest pool, and the pool that finds as much as an unlimited cache. Runs the real
     scheduler and block manager without a model, on traces of other engines (--trace-format lists them), prompt files,
     recorded runs of pagedcli, and KV events of other engines. See docs/predict.md.
 
@@ -46,7 +46,7 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
         raise UsageError(f"--warmup {options.warmup} leaves no request to count", hint="for example --warmup 0.5")
     timed = options.calibrated or any(given is not None for given in (options.speed, options.step_ms))
     if options.no_schedule and timed:
-        raise UsageError("--no-schedule has no time: --speed, --step-ms and --calibrated do not apply")
+        raise UsageError("--no-schedule simulates no time: --speed, --step-ms and --calibrated do not apply")
     reads = {f"the trace {name}": Path(name) for name in options.traces if name != "-"}
     drawing = PictureOptions.of_flags(options.picture, shape=options.shape, theme=options.theme)
     if drawing is not None and drawing.file.suffix == ".gif":

@@ -19,13 +19,13 @@ _trace, _pools, _time, _output = (
 _FORMATS_HELP = f"{', '.join(format_names())}. Default: found by the keys of the first line."
 _POOL_HELP = (
     "Pool sizes: blocks, % of the unique blocks, or bytes with -m, e.g. 5%,4096,8GiB. Default: 5%,10%,25%,50%,100%,"
-    " of these those that the longest request fits into."
+    " without those too small for the longest request."
 )
-_PARTIAL_HELP = "Let a prompt's last, partial block hit, too, as kvcache-simulator does (with --no-schedule)."
-_SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Default: all at once."
-_CALIBRATED_HELP = "Time steps as `plan` has measured them for the model (-m) on this machine."
+_PARTIAL_HELP = "Count hits on a prompt's last, partial block, as kvcache-simulator does (with --no-schedule)."
+_SPEED_HELP = "Replay the arrival times of the trace X times as fast. Default: all arrive at once."
+_CALIBRATED_HELP = "Use the step times that `plan` measured for the model (-m) on this machine."
 _PICTURE_HELP = "Also draw the hit rate by pool size, as .svg or .png."
-_ALL_HELP = "Also show the trace, the hit rate drawn over pools of any size, and the settings that were tried."
+_ALL_HELP = "Also show the trace, the hit rate at every pool size, and the settings tried."
 _RECORD_HELP = "Record the run's events, for trace and explain (one pool and policy)."
 _POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}. Default: lru, or that of the recorded run."
 
@@ -41,20 +41,24 @@ class SimulateOptions:
     trace_format: Annotated[str | None, _trace("--trace-format", help=_FORMATS_HELP, metavar="NAME")] = None
     hash_size: Annotated[int | None, _trace(help="Tokens per hash. Default: the format's.", metavar="N", min=1)] = None
     output_tokens: Annotated[
-        str | None, _trace(help="Output length of every request, or a uniform range.", metavar="N|A-B")
+        str | None, _trace(help="Output length of every request, or a range to draw from.", metavar="N|A-B")
     ] = None
     outputs: Annotated[
-        str | None, _trace(help="Output lengths (and tokens) of an earlier run.", metavar="OUT.jsonl")
+        str | None, _trace(help="Take output lengths (and tokens) from an earlier run.", metavar="OUT.jsonl")
     ] = None
     pool: Annotated[str | None, _pools(help=_POOL_HELP, metavar="LIST")] = None
     policy: Annotated[str | None, _pools(help=_POLICIES_HELP, metavar="LIST")] = None
-    warmup: Annotated[float, _pools(help="Share of requests not counted.", metavar="X", min=0, max=1)] = 0.0
+    warmup: Annotated[
+        float, _pools(help="Share of requests at the start that fill the cache uncounted.", metavar="X", min=0, max=1)
+    ] = 0.0
     no_schedule: Annotated[
-        bool, _pools("--no-schedule", help="Leave out running requests, as LRU scripts do. Fast.")
+        bool, _pools("--no-schedule", help="Skip the scheduler: one request at a time, as in LRU scripts. Fast.")
     ] = False
     partial_blocks: Annotated[bool, _pools("--partial-blocks", help=_PARTIAL_HELP)] = False
     speed: Annotated[float | None, _time(help=_SPEED_HELP, metavar="X", min=1e-6, max=1e9)] = None
-    step_ms: Annotated[float | None, _time(help="Milliseconds of every step.", metavar="MS", min=0.001, max=1e6)] = None
+    step_ms: Annotated[
+        float | None, _time(help="Duration of every step in milliseconds.", metavar="MS", min=0.001, max=1e6)
+    ] = None
     calibrated: Annotated[bool, _time("--calibrated", help=_CALIBRATED_HELP)] = False
     all_: Annotated[bool, _output("--all", help=_ALL_HELP)] = False
     picture: Annotated[Path | None, _output("--picture", help=_PICTURE_HELP, metavar="FILE")] = None

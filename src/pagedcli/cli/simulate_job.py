@@ -210,7 +210,7 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Requests, Po
     if options.output_tokens is not None:
         set_output_lengths(requests, options.output_tokens)
     elif any(request.num_output_tokens is None for request in requests.requests):
-        requests.notes.append("this format has no output lengths: one token each (see --output-tokens)")
+        requests.notes.append("the trace has no output lengths: one token each (see --output-tokens)")
     return requests, recorded, tokenizer
 
 
@@ -265,9 +265,7 @@ def _parse_pool(text: str, num_unique: int, block_bytes: int | None) -> int:
 def _check_unscheduled(loaded: LoadedConfig, options: SimulateOptions, plan: Plan, policies: list[Eviction]) -> None:
     """Refuse what only a scheduler can say. Raises: UsageError."""
     if not plan.limits.has_states and "engine.checkpoints" in loaded.sources:
-        raise UsageError(
-            "--checkpoints needs recurrent state", hint="name a model that has it (-m), or --num-state-slots"
-        )
+        raise UsageError("--checkpoints needs recurrent state", hint="name such a model (-m), or use --num-state-slots")
     left_out = "the slots of recurrent state" if plan.limits.has_states else None
     left_out = "the layers with a window" if plan.limits.tables.has_windows else left_out
     left_out = "every policy but lru" if policies != ["lru"] else left_out
@@ -364,8 +362,8 @@ def _schedule(
     if options.calibrated:
         if step_time is None:
             model = loaded.config.engine.model if decision is not None else "the trace's model"
-            hint = "pagedcli plan makes one" if decision is not None else "name the model with -m"
+            hint = "pagedcli plan calibrates it" if decision is not None else "name the model with -m"
             raise UsageError(f"--calibrated: {model} has no calibration on this machine", hint=hint)
-        requests.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
+        requests.notes.append("time: step times measured on this machine; work between steps is not counted")
         return Schedule(options.speed, step_time, read_ahead)
     return Schedule(options.speed, None, read_ahead)

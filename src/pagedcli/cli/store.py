@@ -18,7 +18,7 @@ from pagedcli.show.tables import Format, Table, print_tables, table
 EXIT_DAMAGED = 1
 _DAY_S = 86_400
 _CHECK_HELP = "Read every byte and compare it with its checksum; exit code 1 if a file is damaged."
-_TRIM_HELP = "Remove damaged files, then the least valuable ones until all take at most SIZE, e.g. 20GiB."
+_TRIM_HELP = "Remove damaged files, then the least valuable ones until the folder takes at most SIZE, e.g. 20GiB."
 
 
 class StoredSettings(msgspec.Struct, frozen=True):
@@ -39,11 +39,11 @@ def store(
     trim: Annotated[str | None, option("--trim", metavar="SIZE", help=_TRIM_HELP)] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """Look after the folder of --prefix-store: KV blocks of shared prefixes that later runs find.
+    """List, check and trim the folder of --prefix-store: KV blocks of shared prefixes, kept for later runs.
 
-    Lists what the folder has, by model and settings: those used last come first. A run reads only files whose parts are
-    all its own; the names of the others' parts say why they were a miss. The value of a file is the time that it saves
-    per byte, halved for each day without use. Files of others in the folder count, but are never removed.
+    Lists the files by model and settings, last used first. A run reads only files of its own model and settings; the
+    table shows in what the others differ. The value of a file is the time that it saves per byte, halved for each day
+    without use. Files of other programs count towards the size, but are never removed.
 
     \b
     Examples:
@@ -79,7 +79,7 @@ def _listed(folder: ContentFolder) -> Table:
     title = f"{plural(len(files), 'file')} of {byte_text(num_bytes)} in {printable(str(folder.path))}"
     notes = [f"{name}: {why}" for name, why in wrong.items()]
     if num_others := folder.used_bytes() - num_bytes - num_unused:
-        notes.append(f"files of others: {byte_text(num_others)}, which --prefix-store-size counts as well")
+        notes.append(f"files of others: {byte_text(num_others)}, which count towards --prefix-store-size")
     return table(StoredSettings, "settings", title, rows, notes=notes)
 
 
@@ -105,11 +105,11 @@ def _trim(folder: ContentFolder, most_bytes: int) -> None:
     """Raises: UsageError if the folder cannot be written, or files of others alone exceed the bound."""
     if not folder.is_writable:
         raise UsageError(
-            f"{folder.path} cannot be written: nothing was removed", hint="run it as the user whose folder it is"
+            f"{folder.path} cannot be written: nothing was removed", hint="run it as the owner of the folder"
         )
     folder.most_bytes = most_bytes
     trimmed = folder.trim()
     left = f"{byte_text(folder.used_bytes())} left in {printable(str(folder.path))}"
     print(f"{plural(trimmed.num_removed, 'file')} removed, {left}")
     if trimmed.no_room is not None:
-        raise UsageError(trimmed.no_room, hint="use a folder that has nothing else in it, or a larger size")
+        raise UsageError(trimmed.no_room, hint="use a folder without other files, or a larger size")

@@ -184,7 +184,7 @@ def _findings_document(findings: "Findings") -> dict[str, object]:
 
 
 def _guesses(facts: RunFacts) -> dict[str, dict[str, int]]:
-    """Guessed tokens by where the guess came from, and how many of them were right."""
+    """Draft tokens by where they came from, and how many of them were accepted."""
     return {source: {"drafted": count, "accepted": facts.accepted[source]} for source, count in facts.drafted.items()}
 
 

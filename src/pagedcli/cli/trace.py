@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pagedcli.app.pool_players import LivePlayer
 
 _INPUT_HELP = "Prompts (also .gz) to generate from, or a recorded run."
-_OUTPUT_HELP = "Write the rows to this file; of a recorded run the --export. Default: discard the rows."
+_OUTPUT_HELP = "Write the rows, or the --export of a recorded run, to this file. Default: discard the rows."
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ def trace(
 ) -> None:
     """Watch the KV cache of a run, live or recorded: block pool, sequences, hit rates, events.
 
-    A file of prompts is generated from, with the flags of generate; a file written by --record, or by attach, is
-    stepped through in either direction, which needs no model. On a terminal it opens an application: space pauses and
-    plays, . and , step, p / e / m jump to the next preemption, eviction or prefix miss, Enter tells the story of a
-    sequence or a block, q ends, ? shows all keys. Without a terminal, and with NO_COLOR or TERM=dumb, it prints plain
+    For a file of prompts it generates, with the flags of generate; a file written by --record or attach it steps
+    through in either direction, without a model. On a terminal it opens an application: space pauses and plays, .
+    and , step, p / e / m jump to the next preemption, eviction or prefix miss, Enter shows the history of a
+    sequence or block, q ends, ? shows all keys. Without a terminal, and with NO_COLOR or TERM=dumb, it prints plain
     lines. Step tables go to stdout; each shows the cache as the step's forward pass sees it.
 
     \b
@@ -84,7 +84,7 @@ def trace(
       pagedcli trace run.jsonl --export perfetto -o run.json      (open at ui.perfetto.dev)
       pagedcli trace run.jsonl --step 75 --picture pool.svg
 
-    Exit codes: those of generate; of a recorded run 0 success, 1 it is inconsistent or damaged, 2 wrong usage.
+    Exit codes: those of generate; for a recorded run 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
     if is_recorded(prompts) or recorded != RecordedFlags():
         _refuse(live, flags)
@@ -108,9 +108,9 @@ def _generate(
 ) -> int:
     """Generate and watch. Returns the exit code."""
     if prompts == "-" and sys.stdin.isatty():
-        raise UsageError("cannot trace prompts typed on a terminal: its keys are the view's", hint="pass a JSONL file")
+        raise UsageError("cannot read prompts from a terminal, whose keys control the view", hint="pass a JSONL file")
     if live.paused and not is_interactive(with_stdout=False):
-        raise UsageError("--paused needs a terminal, whose keys run the steps", hint="omit it")
+        raise UsageError("--paused needs a terminal, whose keys step through the run", hint="omit it")
     dump = view.dump
     dump_files = dump.named_files(overwrite=overwrite, resume=live.resume)
     only_tables = dump_files is None and (dump.chooses or view.format_ != "table")

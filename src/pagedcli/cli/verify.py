@@ -1,4 +1,4 @@
-"""`pagedcli verify`: whether two outputs are the same, row by row, and where they part."""
+"""`pagedcli verify`: whether two outputs are the same, row by row, and where they diverge."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -36,34 +36,36 @@ def verify(
     a: Annotated[Path, typer.Argument(metavar="A.jsonl", help="Output of a run (also .gz).")],
     b: Annotated[Path, typer.Argument(metavar="B.jsonl", help="Output of another run.")],
     *,
-    by_order: Annotated[
-        bool, typer.Option("--by-order", help="Compare the n-th rows, instead of those with equal ids.")
-    ] = False,
+    by_order: Annotated[bool, typer.Option("--by-order", help="Match rows by position instead of by id.")] = False,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", metavar="X", min=0, help="Largest difference of two log-probabilities.")
+        float,
+        typer.Option(
+            "--tolerance", metavar="X", min=0, help="Largest difference of log-probabilities that counts as equal."
+        ),
     ] = 0.0,
     logits: Annotated[
-        bool, typer.Option("--logits", help="Tell how far the prompts' log-probabilities in B are from those in A.")
+        bool,
+        typer.Option("--logits", help="Compare the log-probabilities of the prompts' tokens instead of the outputs."),
     ] = False,
     output_field: Annotated[
-        str, typer.Option("--output-field", metavar="NAME", help="Field of plain rows with the text.")
+        str, typer.Option("--output-field", metavar="NAME", help="Field of plain rows that holds the text.")
     ] = "text",
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """Compare two outputs row by row: tokens, texts, endings, and log-probabilities to the last bit.
+    """Compare two outputs row by row: tokens, texts, finish reasons, and log-probabilities to the last bit.
 
     Rows match by id; rows without an id by their index in the input. Where a row differs, the position of the first
     different token is shown with the text on either side of |. Token counts of the prefix cache, ids and times of the
     run are not compared. Tokens are compared by id where both files have token_ids, otherwise by text.
 
-    Of rows with scores of continuations it tells how many answers flipped, how far log-probabilities differ, and, where
-    rows have the index of the right continuation in the column `target` (--keep target), how often each file is right:
-    what other weights cost.
+    For rows with scores of continuations it shows how many answers flipped and how far log-probabilities differ. If
+    rows have the index of the right continuation in the column `target` (--keep target), it also shows how often
+    each file is right: what other weights cost.
 
-    --logits tells what quantized weights or caches cost, by the tokens of prompts with prompt_logprobs: perplexities,
-    how often the likeliest token is the same, and the KL divergence of B from A. Rows list the likeliest tokens only,
-    so it is that of the tokens which both files list at a position, the prompt's own among them, and all others as one:
-    the true one is not smaller. Intervals are of 95 %; 32 neighbouring tokens count as one observation.
+    --logits shows what quantized weights or caches cost, from prompts with prompt_logprobs: perplexities, how often the
+    likeliest token is the same, and the KL divergence of B from A. Rows list only the likeliest tokens, so the
+    divergence is computed over the tokens that both files list at a position, and all others as one: a lower bound.
+    Intervals are of 95 %; 32 neighbouring tokens count as one observation.
 
     \b
     Examples:
@@ -223,7 +225,7 @@ class _Comparison:
         if self.scores.num_rows == self.num_rows:
             return notes
         if not self.num_with_ids:
-            notes.append("texts were compared, not token ids: generate --output-token-ids adds these")
+            notes.append("texts were compared, not token ids: generate --output-token-ids adds them")
         if not self.num_with_logprobs:
             notes.append("no log-probabilities were compared: generate --logprobs adds them")
         elif self.largest_delta:

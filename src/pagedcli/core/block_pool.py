@@ -75,7 +75,7 @@ class BlockPool:
         return sum(block_id is not None and self.blocks[block_id].ref_count == 0 for block_id in block_ids)
 
     def num_empty(self, most: int) -> int:
-        """How many of the next blocks, at most so many, can be taken without an eviction."""
+        """How many of the next `most` blocks can be taken without an eviction."""
         is_empty = (self.blocks[block_id].prefix is None for block_id in islice(self.free_block_ids, most))
         return sum(takewhile(bool, is_empty))
 

@@ -131,7 +131,7 @@ class Cache:
     def take_draft(
         self, seq: StateUser, num_drafted: int, num_accepted: int, token_ids: tuple[int, ...] | None
     ) -> None:
-        """So many guesses of a sequence were right: see BlockManager.keep_accepted."""
+        """Keep the accepted tokens of a draft: see BlockManager.keep_accepted."""
         num_again = 0 if self.states is None else self.states.take_draft(seq, num_drafted, num_accepted)
         self.blocks.keep_accepted(seq, num_drafted, num_accepted, token_ids, num_again=num_again)
 

@@ -165,7 +165,7 @@ class CheckpointPlan:
             _count_down(self._coming, each)
 
     def passed(self, seq: StateUser, span: int) -> None:
-        """The step that made a sequence's checkpoint after so many blocks has been launched."""
+        """Note that the step that makes a sequence's checkpoint after this number of blocks was launched."""
         stops, block_hash = self._stops.get(seq.seq_id, []), self.prefix(seq, span).hash
         if block_hash in stops:
             stops.remove(block_hash)
@@ -174,7 +174,7 @@ class CheckpointPlan:
                 del self._stops[seq.seq_id]
 
     def is_stop(self, seq: StateUser, span: int) -> bool:
-        """Whether the sequence makes a checkpoint after so many blocks."""
+        """Whether the sequence makes a checkpoint after this number of blocks."""
         stops = self._stops.get(seq.seq_id)
         return stops is not None and self.prefix(seq, span).hash in stops
 

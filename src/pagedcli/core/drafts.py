@@ -75,7 +75,7 @@ class NgramDrafter:
         self._num_unread = 0  # tokens
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
-        """At most so many tokens that may come next; None: no guess."""
+        """Draft up to `most` tokens that may come next; None: no draft."""
         own = self._own.get(seq.seq_id)
         if own is None:
             own = self._own[seq.seq_id] = _Text(seq.token_ids)

@@ -95,11 +95,11 @@ class TableShape:
         return self.windows.count(None) < len(self.windows)
 
     def num_entries(self, num_tokens: int) -> int:
-        """Length of the table of so many tokens, released entries included."""
+        """Entries in the block table of a sequence of this length, released ones included."""
         return blocks_for(num_tokens, self.block_size) * self.num_groups
 
     def num_tokens(self, num_blocks: int) -> int:
-        """Tokens that so many blocks hold, as long as no window has passed them."""
+        """Tokens that this number of blocks holds, as long as no window has passed them."""
         return num_blocks // self.num_groups * self.block_size
 
     def first_kept(self, group: int, num_computed: int) -> int:
@@ -158,7 +158,7 @@ class TableShape:
         return self.prompt_blocks(min(shared_tokens, num_tokens - 1))
 
     def longest(self, num_blocks: int, chunk: int, limit: int) -> int:
-        """Most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
+        """Most tokens, up to `limit`, of a sequence that never holds more than this number of blocks."""
         return _longest(self, num_blocks, chunk, limit)
 
     def _most_in_window(self, window: int, chunk: int) -> int:

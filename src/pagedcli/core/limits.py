@@ -101,7 +101,7 @@ class Limits:
     def with_pool(
         self, num_blocks: int, num_seqs: int | None = None, *, num_state_slots: int | None = None
     ) -> "Limits":
-        """These limits with a pool, and for so many sequences. By default there is a slot of state for each."""
+        """These limits with a pool and a number of sequences. By default there is a slot of state for each sequence."""
         if self.has_states and num_state_slots is None:
             num_state_slots = num_seqs or 1
         num_seqs = num_seqs or self.max_num_seqs

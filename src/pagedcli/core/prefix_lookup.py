@@ -33,7 +33,7 @@ class CacheUser(Protocol):
 
     @property
     def num_context_tokens(self) -> int | None:
-        """Lookups end before the last of so many tokens; None: before its last one."""
+        """Tokens of the context: lookups end before the last of them; None: before the sequence's last one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class PrefixRows:
             self._merge()
 
     def _merge(self) -> None:
-        import numpy as np  # only for so many: commands that read a trace start without it
+        import numpy as np  # only needed for many sequences: commands that read a trace start without it
 
         recent = np.fromiter(self._recent.keys(), np.uint64, len(self._recent))
         rows = np.fromiter(self._recent.values(), np.uint32, len(self._recent))
@@ -203,7 +203,7 @@ class PrefixTree:
         return self._walk(tokens, None)
 
     def add(self, tokens: bytes, owner: int = 0) -> Beginning:
-        """The same, and remember the sequence."""
+        """Find how the sequence begins, and remember it."""
         return self._walk(tokens, owner)
 
     def _walk(self, tokens: bytes, new_owner: int | None) -> Beginning:

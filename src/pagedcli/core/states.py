@@ -125,7 +125,7 @@ class StatePool:
         return slot_id if found is not None and found.same_as(prefix) else None
 
     def _find_written(self, seq: StateUser, span: int) -> int | None:
-        """The slot with the state after so many spans, if a step that is scheduled now can read it."""
+        """The slot with the state after this number of spans, if a step that is scheduled now can read it."""
         slot_id = self._find(self.plan.prefix(seq, span))
         return None if slot_id in self._made_now else slot_id
 

@@ -235,7 +235,7 @@ class PrefixStore:
         self._offer("blocks", seq, blocks, len(block_ids) // self._num_groups, is_written)
 
     def offer_state(self, seq: CacheUser, num_spans: int, prefix: Prefix, slot_id: int, is_written: IsWritten) -> None:
-        """The same for the state after so many spans."""
+        """Offer the state after num_spans spans, to be written if it is missing here."""
         self._offer("state", seq, [(num_spans, prefix, slot_id)], num_spans, is_written)
 
     def _offer(

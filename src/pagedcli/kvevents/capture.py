@@ -139,7 +139,7 @@ class CaptureReader:
                 raise TraceError(f"{self.place}: a message without a time or a source")
             return [base64.b64decode(frame, validate=True) for frame in row.frames], row.t, row.source
         except (*NOT_JSON, binascii.Error) as error:
-            what = f"the recording is damaged: this line is no message ({error})"
+            what = f"the recording is damaged: this line is not a message ({error})"
             raise TraceError(
                 f"{self.place}: {what}", hint=self._lines.rescue_hint(self._lines.line_number - 1)
             ) from error

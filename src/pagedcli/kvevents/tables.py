@@ -347,7 +347,7 @@ def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[_BranchRow]:
 
 @dataclass(frozen=True, slots=True)
 class _TwinsRow:
-    place: Annotated[int, "part at token"]
+    place: Annotated[int, "diverge at token"]
     num_equal: Annotated[int, "tokens equal in the block"]
     num_tokens: Annotated[int, "tokens after it"]
     first: Annotated[str, "one"] | UnsetType = UNSET
@@ -363,7 +363,7 @@ def _twins_table(state: KVState, decode: Decode | None, shapes: Shapes, *, with_
             texts = [f"...{text_around(node, twins.num_equal, 8, 5, decode)}" for node in nodes if decode is not None]
             place = twins.num_prefix_tokens + twins.num_equal
             rows.append(_TwinsRow(place, twins.num_equal, twins.num_tokens, *texts))
-    return table(_TwinsRow, "twins", "Near twins: prompts that part inside a block", rows)
+    return table(_TwinsRow, "twins", "Near twins: prompts that diverge inside a block", rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def read_quantization(
         _check(stored, where)
     if tied or method not in _QUANTIZES_HEAD:
         if not tied and any("lm_head" in stored.targets for stored in quantization.formats):
-            raise refusal(where, method, "its output layer is quantized, too")
+            raise refusal(where, method, "its output layer is also quantized")
         head, kept = "lm_head", packed - {"lm_head"}
         formats = tuple(replace(each, skipped=(*each.skipped, head), packed=kept) for each in formats)
         return replace(quantization, formats=formats)
@@ -150,7 +150,7 @@ def _gptq(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...
     if form not in ("gptq", "gptq_v2") or fields.is_marlin_format:
         raise refusal(where, "gptq", f"checkpoint_format {'marlin' if fields.is_marlin_format else form}")
     if fields.lm_head:
-        raise refusal(where, "gptq", "its output layer is quantized, too")
+        raise refusal(where, "gptq", "its output layer is also quantized")
     if fields.pack_dtype != "int32":
         raise refusal(where, "gptq", f"pack_dtype {fields.pack_dtype}")
     base = StoredQuantization(

@@ -48,7 +48,7 @@ class RopeSpec:
         return self.original_max_position_embeddings if self.type == "longrope" else None
 
     def extends(self, num_positions: int) -> bool:
-        """Whether so many positions are more than that."""
+        """Whether this number of positions is more than that."""
         return self.exact_length is not None and num_positions > self.exact_length
 
     @property

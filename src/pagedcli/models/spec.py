@@ -196,7 +196,7 @@ class ModelSpec:
         return replace(self, layers=tuple(map(changed, self.layers)))
 
     def within(self, max_model_len: int) -> "ModelSpec":
-        """The spec for sequences of at most so many tokens: without windows that hide none of them."""
+        """The spec for sequences up to this length: without windows that hide none of their tokens."""
 
         def seen(mixer: Attention) -> Attention:
             hides = mixer.window is not None and mixer.window < max_model_len

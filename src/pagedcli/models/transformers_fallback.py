@@ -258,7 +258,7 @@ class AttentionTrace:
         if kwargs.get("dropout"):
             raise refused(self._architecture, "drops attention weights at random")
         if False in (kwargs.get("is_causal"), getattr(module, "is_causal", None)):
-            raise refused(self._architecture, "attends to later tokens, too")
+            raise refused(self._architecture, "also attends to later tokens")
 
 
 _ATTENTION_NAME = "pagedcli"
@@ -535,7 +535,7 @@ def check_equal(paged: TransformersLM, expected: Tensor, dtype: torch.dtype) -> 
 
 
 def _paged_logits(paged: TransformersLM, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same logits from both sequences together, in two steps."""
+    """Compute the logits of both sequences together, in two steps over a paged cache."""
     spec, backend, block_size = paged.spec, ReferenceAttention(), 2
     ids = _probe_ids(spec.vocab_size, device)
     width = -(-max(len(sequence) for sequence in ids) // block_size)

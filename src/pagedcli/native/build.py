@@ -195,7 +195,7 @@ def build_key(compiler: Compiler) -> str:
 
 
 def library_key() -> str:
-    """The same for the library that load_library gives, without loading or building it.
+    """Identify the library that load_library would load, without loading or building it.
 
     Raises: BackendError if there is neither an installed library nor a compiler.
     """

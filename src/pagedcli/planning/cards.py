@@ -19,7 +19,7 @@ class Roofline(NamedTuple):
     flop_per_s: float  # two operations per multiply-add
 
     def seconds(self, num_bytes: float, num_flops: float) -> float:
-        """The shortest time for reading so many bytes and computing so many operations at once."""
+        """The shortest time for reading these bytes and computing these operations at once."""
         return max(num_bytes / self.read_bytes_per_s, num_flops / self.flop_per_s)
 
 

@@ -149,7 +149,7 @@ def resolve_device(name: str, machine: Machine) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {name!r}, but pagedcli runs on cpu and cuda only", hint="use --device cpu")
     if device.type == "cpu" and device.index:
-        raise ConfigError(f"device is {name!r}, but a CPU has no number", hint="use --device cpu")
+        raise ConfigError(f"device is {name!r}, but CPUs are not numbered", hint="use --device cpu")
     if device.type == "cuda" and not machine.gpus:
         message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
         raise ConfigError(message, hint=machine.unseen_gpu or "use --device cpu")
@@ -264,7 +264,7 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
         )
     if config.eviction != "lru" and not config.enable_prefix_caching:
         raise ConfigError(
-            f"eviction is {config.eviction}, but without prefix caching nothing is cached that could be evicted",
+            f"eviction is {config.eviction}, but without prefix caching there is nothing to evict",
             hint="leave out --eviction, or --no-enable-prefix-caching",
         )
 
@@ -278,7 +278,7 @@ def _check_store(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: typ
                 raise ConfigError(f"{name} is for a prefix store", hint="name its folder with --prefix-store")
         return
     if not config.prefix_store:
-        raise ConfigError("prefix_store names no folder", hint="name one, or leave out --prefix-store")
+        raise ConfigError("prefix_store is empty", hint="name one, or leave out --prefix-store")
     hint: str | None
     if not config.enable_prefix_caching:
         why, hint = "prefix caching is off", "leave out --no-enable-prefix-caching"
@@ -306,8 +306,8 @@ def _why_no_equal_bits(
 
 
 def _with_speculation(config: EngineConfig, plan: Plan, spec: ModelSpec, backend: type[AttentionBackend]) -> Plan:
-    """The plan with what the configuration says of guesses, or why there are none. Where bits depend on the rest of a
-    step, a guess could change the tokens."""
+    """The plan with speculation as configured, or with the reason why it is off: where bits depend on the rest of a
+    step, a draft could change the tokens."""
     if config.speculation == "off":
         return plan
     if (missing := _why_no_equal_bits(plan.device, backend, spec, plan.decoder)) is not None:

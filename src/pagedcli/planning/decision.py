@@ -168,7 +168,7 @@ class Decision:
     @property
     def time_key(self) -> TimeKey:
         """What identifies the time of the plan's steps on this machine. Of the limits only the block size is part of
-        it: a step of so many tokens takes as long whatever the pool."""
+        it: a step of this many tokens takes as long whatever the pool."""
         spec, plan, on_gpu = self.spec, self.plan, not self.plan.on_cpu
         experts, windows = spec.experts, {mixer.window or 0 for mixer in spec.attentions}
         sizes = (

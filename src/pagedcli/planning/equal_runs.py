@@ -51,7 +51,7 @@ def hit_tokens(prompts: Sequence[Ids], salts: Sequence[str | None], block_size: 
 
 
 def shared_tokens(prompts: Sequence[Ids], salts: Sequence[str | None], block_size: int) -> Ints:
-    """The leading tokens of each prompt that any other one begins with, too, in whole blocks."""
+    """The leading tokens of each prompt with which any other prompt also begins, in whole blocks."""
     block_hashes, rows, _ = _blocks(prompts, salts, block_size)
     found, which = np.unique(block_hashes, return_inverse=True)
     is_shared = np.bincount(which, minlength=len(found))[which] > 1
@@ -122,7 +122,7 @@ class _Batch:
 
 
 def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[_Batch, Hashes]]:
-    """Batches of about so many tokens, with the powers of the base for their places."""
+    """Batches of about this number of tokens, with the powers of the base for their places."""
     powers = _powers(_BASE, 1)
     first = 0
     while first < len(prompts):
@@ -176,7 +176,7 @@ class _Windows:
 
 
 def _windows(prompts: Sequence[Ids], size: int, *, keep_all: bool = False) -> _Windows:
-    """The windows of so many tokens with the smallest hash of `size + 1` neighbours: equal runs have equal ones."""
+    """The windows of `size` tokens with the smallest hash of `size + 1` neighbours: equal runs have equal ones."""
     inverse, kept, num_kept, mask = _powers(pow(_BASE, -1, 2**64), 1), [], 0, np.uint64(0)
     for batch, powers in _batches(prompts):
         if len(inverse) < len(powers):

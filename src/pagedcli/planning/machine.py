@@ -89,7 +89,7 @@ def _why_unseen(driver: int | None) -> str:
     if cuda is None:
         return f"{build} is a CPU-only build; {install} brings one for this driver"
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} lets {build} see no GPU; unset it, or name one"
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs from {build}; unset it, or name one"
     needed = _CUDA_13_DRIVER if int(cuda.partition(".")[0]) >= 13 else _CUDA_12_DRIVER
     if driver is not None and driver < _CUDA_12_DRIVER:
         return f"{build} was built for CUDA {cuda}, which needs driver {needed}; install a newer driver"

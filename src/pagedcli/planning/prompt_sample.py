@@ -20,7 +20,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class PromptSample:
-    """At most so many prompts of a file, drawn by hash, in their order."""
+    """At most `most_rows` prompts of a file, drawn by hash, in their order."""
 
     most_rows: float = MOST_ROWS
     most_tokens: float = MOST_TOKENS

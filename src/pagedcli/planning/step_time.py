@@ -64,7 +64,7 @@ class StepWork:
     """What the time of a step depends on. Attended tokens are summed over its queries, and a mean over the layers."""
 
     num_tokens: int  # tokens computed by the model
-    num_sampled: int  # rows of logits: one per sequence that gets a token, and one per guessed token
+    num_sampled: int  # rows of logits: one per sequence that gets a token, and one per draft token
     num_chunks: int = 0  # sequences that compute several tokens
     attended: float = 0.0  # tokens that all of the step's tokens attend to
     read: float = 0.0  # upper bound of the different tokens that single tokens attend to

@@ -86,8 +86,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, step: StepInput | None, *, num_sampled: int | None, plain: bool) -> None:
-        """The same on another rank: runs its part of the model, if a step is given, and receives the tokens that rank 0
-        samples, if it does."""
+        """Take part in a step on another rank: run its part of the model, if a step is given, and receive the tokens
+        that rank 0 samples, if any."""
         self._use_device()
         in_graph = step is not None and self._logits(step, None, plain=plain)[0] is None
         if num_sampled is not None and not in_graph:

@@ -126,7 +126,7 @@ def hit_table(moment: Moment, **headers: str) -> Table:
 
 
 def hit_lines(moment: Moment) -> Text:
-    """The same without a title and a rule."""
+    """The rows of hit_table as text, without its title and rule."""
     _, heading, _, *rows = as_text(hit_table(moment, hits="prefix hits", run_blocks="blocks")).splitlines()
     text = Text("\n".join([heading, *rows]), no_wrap=True, overflow="ellipsis")
     text.stylize("bold", 0, len(heading))
@@ -156,7 +156,7 @@ def work_lines(moment: Moment) -> Text:
         share = use.unused_bytes / use.used_bytes if use.used_bytes else None
         lines.append(f"groups    leave {byte_text(use.unused_bytes)} of the blocks in use unused ({percent(share)})")
     if facts.num_drafted_tokens:
-        lines.append(f"guesses   {guess_words(facts)}")
+        lines.append(f"drafts    {guess_words(facts)}")
     slots = slots_line(state)
     if slots is not None:
         lines.append(f"state     {slots}")

@@ -229,7 +229,8 @@ def _grid(num_blocks: int, area: Area) -> tuple[int, float]:
     columns = max(_COLUMNS, key=lambda each: (round(size(each), 2), each))
     if size(columns) < _LEAST_CELL:
         raise UsageError(
-            f"a pool of {num_blocks:,} blocks is too large for a picture", hint="use report, or simulate a smaller pool"
+            f"a pool of {num_blocks:,} blocks is too large for a picture",
+            hint="use explain -o PAGE.html, or simulate a smaller pool",
         )
     return columns, size(columns)
 
@@ -323,7 +324,7 @@ _GLYPHS = {"empty": "·", "cached": "○", "partial": "▫", "full": "■", "sha
 
 
 def pool_text(state: PoolState, *, follow: Collection[int] | None = None) -> str:
-    """The same in characters: blocks with their owner or shared prefix, then the block tables."""
+    """Draw the pool in characters: blocks with their owner or shared prefix, then the block tables."""
     blocks = shown_blocks(state, PrefixLetters())
 
     def cell(block: ShownBlock) -> str:

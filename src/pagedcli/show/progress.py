@@ -196,8 +196,8 @@ def metrics_text(stats: BatchStats, model: str) -> str:
     if drafted := stats.facts.drafted:
         right = {source: stats.facts.accepted[source] for source in drafted}
         for name, help_, counts in (
-            ("drafted_tokens_total", "Tokens guessed and checked, by where the guess came from.", drafted),
-            ("accepted_tokens_total", "Of these, the right ones.", right),
+            ("drafted_tokens_total", "Draft tokens verified, by where they came from.", drafted),
+            ("accepted_tokens_total", "Of these, accepted ones.", right),
         ):
             families.append(("counter", name, help_, {f'{{source="{each}"}}': count for each, count in counts.items()}))
     for figure in figures(stats):

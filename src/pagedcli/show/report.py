@@ -134,7 +134,7 @@ class PoolFrames(View):
         return [list(changes.values()) for changes in last]
 
     def grouped_tables(self, group: int) -> list[list[list[int]]]:
-        """The same of the block tables, with all changes in order."""
+        """One frame per group of steps, with all changes of the block tables in order, and one for the run's end."""
         frames = _grouped(self.tables, group)
         return [[change.tolist() for changes in deltas for change in changes] for deltas in frames]
 

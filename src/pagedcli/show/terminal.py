@@ -30,7 +30,7 @@ def say_notes(notes: Iterable[str]) -> None:
 
 
 def say_wrapped(text: str, *, indent: int = 4) -> None:
-    """The same, broken between words where the terminal ends; a pipe gets one line."""
+    """Print a line on stderr, wrapped between words at the terminal's width; a pipe gets one line."""
     width = _terminal_width()
     if width is None:
         say(text)

@@ -175,7 +175,7 @@ class LruCurve:
         return (int(self.blocks[-1]), int(self.tokens[-1])) if len(self.sizes) else (0, 0)
 
     def size_for(self, num_tokens: float) -> int:
-        """The smallest pool, in blocks, in which so many tokens hit, or the most that ever do."""
+        """The smallest pool, in blocks, in which this number of tokens hits, or the most that ever do."""
         place = int(np.searchsorted(self.tokens, num_tokens))
         return 1 if num_tokens <= 0 or not len(self.sizes) else int(self.sizes[min(place, len(self.sizes) - 1)])
 

@@ -158,7 +158,7 @@ def request_of(
     *,
     with_tokens: bool = True,
 ) -> Request:
-    """A prompt of a row that may generate so many tokens, or that has generated this output."""
+    """A prompt of a row, with the number of tokens that it may generate, or the output that it has generated."""
     num_samples = prompt.params.n
     request = Request(
         request_id,

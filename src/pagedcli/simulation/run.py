@@ -69,7 +69,7 @@ class NoExecutor:
         """The token of a row; `fresh`: its number, if it is not known."""
         row = fresh - self._next_token  # place from the end
         seq, place = self.seqs[row], 0
-        while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # after so many guesses
+        while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # after its draft
             row, place = row - 1, place + 1
         samples, place = self.outputs.get(seq.request_id), seq.num_output_tokens + place
         return fresh if samples is None or place >= len(samples[seq.sample_index]) else samples[seq.sample_index][place]

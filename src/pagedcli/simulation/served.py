@@ -13,7 +13,7 @@ from pagedcli.simulation.requests import Request, Requests, RowOutput, request_o
 if TYPE_CHECKING:
     from pagedcli.simulation.settings import Subject
 
-_MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they part: seconds at the end of a run
+_MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they diverge: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
 
 

@@ -237,7 +237,8 @@ def read_kv_events(path: Path) -> Requests:
         raise UsageError(f"{path}: no block was stored in this recording")
     workload.notes += reader.notes
     workload.notes.append(
-        "KV events contain no hits: looked up are the blocks that the engine computed, and a hit is one computed before"
+        "KV events contain no hits: each block that the engine computed counts as looked up, and as a hit if it was"
+        " computed before"
     )
     workload.finish()
     return workload
@@ -275,7 +276,7 @@ class PromptRequests:
         expected_tokens: int | None = None,
         most_tokens: float = float("inf"),
     ) -> None:
-        """`expected_tokens`: each request ends by itself after so many; None: after as many as it may generate."""
+        """`expected_tokens`: tokens after which each request ends by itself; None: as many as it may generate."""
         self.workload = Requests(format="prompts")
         self.left_out = 0.0  # work of requests that were not kept, see requests.work_of
         self.num_beam_searches = 0  # rows, which are not modelled
@@ -288,7 +289,7 @@ class PromptRequests:
         self._num_without = 0  # rows without an output in the earlier run
 
     def add(self, row: BatchRow, max_tokens: list[int]) -> None:
-        """A row whose prompts may generate so many tokens each."""
+        """Add a row, with the number of tokens that each of its prompts may generate."""
         line, outputs = row.line, self._outputs
         if any(prompt.params.beam_width is not None for prompt in row.prompts):
             self.num_beam_searches += 1

@@ -163,7 +163,7 @@ def hit_rate_picture(found: Hits, rows: Sequence[dict[str, Any]], facts: dict[st
 
     caption = (
         f"Share of the {facts['num_prompt_tokens']:,} prompt tokens of {plural(facts['num_requests'], 'request')} that"
-        f" a cache of so many blocks of {plural(facts['block_size'], 'token')} finds; they have"
+        f" a cache of N blocks of {plural(facts['block_size'], 'token')} finds; they have"
         f" {facts['num_unique_blocks']:,} different blocks."
     )
     return draw("Hit rate by pool size", caption, body, shape)

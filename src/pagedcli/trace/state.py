@@ -328,7 +328,7 @@ class PoolState(BlockLedger):
         return self._num_entries * self.block_size - self._num_computed * self.num_groups
 
     def count_unfilled_slots(self) -> int:
-        """The same, block by block: a block that several sequences fill counts once."""
+        """Count the slots without a token block by block, so that a block that several sequences fill counts once."""
         size, num_groups = self.block_size, self.num_groups
         seen: set[int] = set()
         unfilled = 0

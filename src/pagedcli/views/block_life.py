@@ -104,7 +104,7 @@ class BlockLife(TokenView):
     def on_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:
         super().on_draft_checked(event, state)
         if self.block_id in event.block_ids:
-            self._end(event.seq_id, "taken for guesses that were wrong", state)
+            self._end(event.seq_id, "taken for rejected draft tokens", state)
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
         if self.block_id in event.block_ids:

@@ -98,7 +98,7 @@ class PrefixTree(View):
 
 
 def pruned(root: Branch, most: int) -> tuple[Branch, int]:
-    """The tree with at most so many branches, those that saved most, and how many were left out."""
+    """The tree with the `most` branches that saved most, and how many were left out."""
     sizes = sorted(((each.num_saved_blocks, id(each)) for each in root.walk() if each is not root), reverse=True)
     kept = {identity for _, identity in sizes[:most]}
 

@@ -108,9 +108,9 @@ class SequenceRow(ShownRow):
     num_new_tokens: Annotated[int, "new", Means("tokens that this step computes", "tokens")] = computed(
         lambda row: row.now.new_tokens.get(row.seq_id, 0)
     )
-    num_drafted_tokens: Annotated[int, "guessed", Means("of these, guessed ones that it checks", "tokens")]
-    num_guesses: Annotated[int, "guesses", Means("guessed tokens that have been checked", "tokens")]
-    num_right_guesses: Annotated[int, "right", Means("of these, the right ones", "tokens")]
+    num_drafted_tokens: Annotated[int, "guessed", Means("of these, draft tokens that it verifies", "tokens")]
+    num_guesses: Annotated[int, "guesses", Means("draft tokens that have been verified", "tokens")]
+    num_right_guesses: Annotated[int, "right", Means("of these, accepted ones", "tokens")]
     num_cached_tokens: Annotated[int, "cached", Means("tokens that its last prefix lookup found", "tokens")]
     num_preemptions: Annotated[int, "preempted", Means("how often it has been preempted", "times")]
     num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens computed again", "tokens")]
@@ -180,9 +180,9 @@ class LookupRow(ShownRow):
     miss_reason: Annotated[
         str | None, Means("caching_off, no_full_block or no_match; null: every full block was found")
     ]
-    partial_tokens: Annotated[int, Means("tokens after the last hit that a cached block begins with, too")]
+    partial_tokens: Annotated[int, Means("tokens after the last hit with which a cached block also begins")]
     shared_tokens: Annotated[
-        int | None, Means("tokens that an earlier sequence begins with, too, cached or not; null: not counted")
+        int | None, Means("tokens with which an earlier sequence also begins, cached or not; null: not counted")
     ]
     disk_tokens: Annotated[
         int | None, Means("of tokens_hit, those read from the prefix store for it; null: none is used")
@@ -270,8 +270,8 @@ class StepRow:
     num_stalled: Annotated[int, Means("running ones that stand still, as a block or a slot is not free for them")]
     num_finished: Annotated[int, Means("sequences that have finished so far")]
     num_new_tokens: Annotated[int, Means("tokens that the step computes")]
-    num_drafted: Annotated[int, Means("of these, guessed ones that it checks")]
-    accepted_rate: Annotated[Share | None, Means("right guesses / guessed tokens, 0 to 1, of the steps before")]
+    num_drafted: Annotated[int, Means("of these, draft tokens that it verifies")]
+    accepted_rate: Annotated[Share | None, Means("accepted / verified draft tokens, 0 to 1, of the steps before")]
     num_blocks: Annotated[int, Means("blocks of the pool = in use + cached + empty")]
     used_blocks: Annotated[int, Means("blocks in use: at least one sequence holds them")]
     shared_blocks: Annotated[int, Means("of these, held by more than one sequence")]

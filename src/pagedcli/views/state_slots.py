@@ -16,7 +16,7 @@ class SlotRow:
 
     slot_id: Annotated[int, Means("number of the slot of recurrent state, from 0")]
     kind: Annotated[
-        Literal["state", "checkpoint"], Means("state (of sequences alone) or checkpoint (lookups find it, too)")
+        Literal["state", "checkpoint"], Means("state (of sequences alone) or checkpoint (lookups also find it)")
     ]
     ref_count: Annotated[int, Means("sequences that hold it; 0: an idle checkpoint")]
     seq_ids: Annotated[tuple[int, ...], Means("the sequences that hold it")]

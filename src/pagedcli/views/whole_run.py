@@ -132,7 +132,7 @@ class Findings:
 
 
 def guess_words(facts: RunFacts) -> str:
-    """How many guesses were right, and where they came from."""
+    """How many draft tokens were accepted, by where they came from."""
     words = accepted_words(facts.num_accepted_tokens, facts.num_drafted_tokens)
     parts = [
         f"{facts.accepted[source]:,} of {num_drafted:,} from {ev.DRAFT_WORDS[source]}"

@@ -152,18 +152,18 @@ def _added_words(event: ev.RequestAdded, seq: str) -> str:
 
 
 def _checked_words(event: ev.DraftChecked, seq: str) -> str:
-    """How many guesses were right, and what the others had taken."""
+    """How many draft tokens were accepted, and which blocks the rejected ones had taken."""
     after = f"; release blocks {_ids(event.block_ids)}" if event.block_ids else ""
     return f"check {seq}: {accepted_words(event.num_accepted, event.num_drafted)}{after}"
 
 
 def accepted_words(num_accepted: int, num_drafted: int) -> str:
-    """How many guessed tokens were right."""
-    return f"of {plural(num_drafted, 'guess')} {num_accepted:,} {'was' if num_accepted == 1 else 'were'} right"
+    """How many draft tokens were accepted."""
+    return f"{num_accepted:,} of {plural(num_drafted, 'draft token')} accepted"
 
 
 def again_words(num_tokens: int) -> str:
-    """What guesses made a model with recurrent state compute once more; empty if there is nothing to say."""
+    """How many tokens drafts made a model compute once more for its recurrent state; empty: none."""
     return f"; {plural(num_tokens, 'token')} computed once more for the recurrent state" if num_tokens else ""
 
 
@@ -294,7 +294,7 @@ def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "se
         case ev.BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"released by {name(seq_id)}"
         case ev.DraftChecked(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by {name(seq_id)}: it was taken for guesses that were wrong"
+            return f"released by {name(seq_id)}: it was taken for rejected draft tokens"
         case ev.WindowPassed(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"released by {name(seq_id)}: no later token sees it"
         case ev.SequenceForked(parent_seq_id=parent, seq_id=seq_id, block_ids=ids) if block_id in ids:

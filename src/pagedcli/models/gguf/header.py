@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
     for file in files[1:]:
         _, found = _read_file(file)
         if repeated := sorted(tensors.keys() & found.keys()):
-            raise ModelError(f"{file}: tensor {repeated[0]!r} is in another file, too", hint=_HINT)
+            raise ModelError(f"{file}: tensor {repeated[0]!r} is also in another file", hint=_HINT)
         tensors = tensors | found
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
