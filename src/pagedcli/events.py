@@ -44,7 +44,7 @@ WAITING_WORDS: dict[str, str] = {  # WaitingReason -> words
     "checkpoint": "checkpoint of a running sequence",
 }
 CHECKPOINT_WORDS: dict[CheckpointReason, str] = {
-    "branch": "waiting prompts that diverge there",
+    "branch": "waiting prompts that part there",
     "interval": "the interval of --checkpoints",
     "end": "the end of the prompt",
     "store": "the prefix store, which has it from an earlier run",

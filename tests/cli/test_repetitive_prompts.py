@@ -11,7 +11,7 @@ from pagedcli.planning.differences import between
 
 FAST = ("--max-tokens", "2", "--num-kvcache-blocks", "256")
 MARKS = ("<|im_start|>user\n", "<|im_end|>\n", "<|endoftext|>", "[INST] ", "<s>")
-SAID = "looking for it failed"
+SAID = "could not be determined"
 
 
 def _piece(draw):

@@ -108,7 +108,7 @@ def test_text_for_a_full_stdout_is_a_plain_error(command):
 @pytest.mark.parametrize("output", [".", "", "..", "/"])
 def test_a_folder_is_no_output(prompts, output):
     result = pagedcli("generate", prompts, "-o", output, expect=2)
-    assert "-o takes a file name" in result.stderr
+    assert "-o takes the name of a file" in result.stderr
 
 
 @pytest.mark.parametrize("output", ["out.jsonl.zst", "out.tsv", "out.parquet.gz", "o.xlsx", "o.TXT.GZ"])

@@ -105,7 +105,7 @@ def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
     path, run = write(tmp_path / "salts.jsonl", prompts), tmp_path / "run.jsonl"
     pagedcli("generate", path, "-o", tmp_path / "out.jsonl", "--record", run, "--record-tokens")
     for source in (path, run):
-        assert "but with another cache_salt. One cache_salt for" in pagedcli("simulate", source).stdout.splitlines()[1]
+        assert "but with another cache_salt. Giving those" in pagedcli("simulate", source).stdout.splitlines()[1]
     own, recorded = (json.loads(pagedcli("simulate", each, "--pool", "64", "--format", "json").stdout)
                      for each in (path, run))  # fmt: skip
     assert own["pools"][0]["hit_rate_tokens"] == recorded["pools"][0]["hit_rate_tokens"] == 0
@@ -214,7 +214,7 @@ def test_arrivals_by_time_wait_less_than_all_at_once(trace):
         (["--calibrated", "--step-ms", "5"], "both set the time"),
         (["--warmup", "1"], "--warmup 1.0 leaves no request to count"),
         (["--partial-blocks"], "needs --no-schedule"),
-        (["--no-schedule", "--step-ms", "5"], "has no time"),
+        (["--no-schedule", "--step-ms", "5"], "simulates no time"),
         (["--output-tokens", "9-3"], "--output-tokens is"),
         (["--pool", "10,20", "--record", "x.jsonl"], "one pool and policy"),
         (["--outputs", "absent"], "cannot read"),
