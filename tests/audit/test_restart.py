@@ -144,7 +144,10 @@ def test_another_tokenizer_is_refused(tmp_path):
         memory = audited(server, remembers=True).memory
     save_memory(memory, tmp_path / "a.json", overwrite=False)
     assert load_memory(tmp_path / "a.json") == memory
-    with serving(Settings(has_bos=True)) as server, pytest.raises(UsageError, match="tokenizes the remembered prompts differently"):
+    with (
+        serving(Settings(has_bos=True)) as server,
+        pytest.raises(UsageError, match="tokenizes the remembered prompts differently"),
+    ):
         audited(server, memory=memory)
 
 

@@ -50,7 +50,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     if options.dry_run:
         raise typer.Exit(_dry_run(options.input_name, loaded, options.format_))
     if options.output_file == "":
-        raise UsageError("the output has no name: -o ''", hint="-o takes a file name; - is stdout")
+        raise UsageError("the output has no name: -o ''", hint="-o takes the name of a file; - is stdout")
     dump = Dump.of(options.dump_kv, options.steps, options.every)
     dump_files = dump.named_files(overwrite=options.overwrite, resume=options.resume)
     tables_format = _tables_format(dump, options.format_)
