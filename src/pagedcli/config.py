@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import yaml
 
-from pagedcli.config_keys import check_ranges, key, keys_of
+from pagedcli.config_keys import check_ranges, flag_name, key, keys_of
 from pagedcli.errors import ConfigError, ParameterError
 from pagedcli.events import Eviction, Speculation
 from pagedcli.files import read_whole
@@ -387,7 +387,7 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
         if value is not None:
             section, name = dotted.split(".")
             document.setdefault(section, {})[name] = value
-            sources[dotted] = "--" + name.replace("_", "-")
+            sources[dotted] = flag_name(dotted)
     engine = document.get("engine", {})
     for name in engine.keys() & BYTE_KEYS:
         if isinstance(engine[name], str):

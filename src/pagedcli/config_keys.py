@@ -72,6 +72,11 @@ def key(panel: str, description: str, **fields: Any) -> msgspec.Meta:
     return msgspec.Meta(description=description, extra={"key": Key(panel, description, **fields)})
 
 
+def flag_name(key: str) -> str:
+    """The flag of a configuration key or parameter: `engine.block_size` is set by `--block-size`."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
 @functools.cache
 def keys_of(struct: type[msgspec.Struct]) -> dict[str, tuple[Any, Key]]:
     """Name -> (type, key) of every field, in the order of their declaration."""

@@ -78,7 +78,7 @@ def plural(count: int, noun: str) -> str:
 
 def byte_text(num_bytes: float, digits: int = 1) -> str:
     """Bytes in the largest binary unit that keeps a digit before the point: `28.0 MiB`. Half a last digit rounds up, as
-    in the page of `report`."""
+    in the page of `explain -o`."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(0, int(abs(num_bytes)).bit_length() - 1) // 10, len(units) - 1)
     scale = 10 ** (digits if power else 0)

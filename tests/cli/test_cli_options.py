@@ -91,6 +91,8 @@ def test_vllms_name_of_the_pool_is_read_in_files_flags_and_keywords(tmp_path):
     assert engine_config("builtin", {"num_gpu_blocks_override": 20}).num_kvcache_blocks == 20
     assert engine_config("builtin", {"num_kvcache_blocks": -1}).num_kvcache_blocks is None
     assert "blocks-override" not in run("generate", "--help", "all").stdout
+    told = "never --num-gpu-blocks-override"  # a text is left as it is
+    assert told in run("generate", "--system", told, "--show-config", "--num-gpu-blocks-override=30").stdout
 
 
 def test_the_defaults_of_removed_keys_are_ignored(tmp_path):

@@ -1,4 +1,4 @@
-"""`replay`, `explain` and `report` read recordings of KV events as they read traces."""
+"""`trace` and `explain` read recordings of KV events as they read traces."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`pagedcli trace`, `replay`, `explain` and `report` as a person meets them."""
+"""`pagedcli trace` of a recorded run, and `explain`, as a person meets them."""
 
 import csv
 import io

@@ -2,14 +2,15 @@
 pool, the order, the eviction policy. Each cure is the simulated run of the changed requests or limits, and only what is
 sure to save a hundredth of the computed tokens is one.
 
-Printed by `generate`, `trace`, `plan`, `simulate`, `explain`, `report` and `diff`. `tune` also finds what only timing
-tells, in turns with runs as they are.
+Printed by `generate`, `trace`, `plan`, `simulate`, `explain` and `diff`. `tune` also finds what only timing tells, in
+turns with runs as they are.
 """
 
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from pagedcli.answers.time import time as forecast
 from pagedcli.core.limits import Limits
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import capitalized, duration_text, percent_text
-from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.settings import BLOCK_SIZE, CACHING, KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
 from pagedcli.simulation.turns import Turns
 
@@ -70,13 +70,14 @@ class Trials:
 
     subject: Subject
     base: Forecast | None = None  # the run as it is; None: it has not been simulated yet
-    budget_s: float | None = None
+    budget_s: InitVar[float | None] = None
     found: Hits | None = None  # what pools of other sizes find, if that is known
     tried: list[Trial] = field(default_factory=list)
     _runs: dict[tuple[Limits, str], Forecast] = field(default_factory=dict)
+    _deadline_s: float = field(init=False)  # on the clock of the thread
 
-    def __post_init__(self) -> None:
-        self.budget_s = None if self.budget_s is None else time.thread_time() + self.budget_s
+    def __post_init__(self, budget_s: float | None) -> None:
+        self._deadline_s = inf if budget_s is None else time.thread_time() + budget_s
 
     @property
     def as_it_is(self) -> Forecast:
@@ -106,7 +107,7 @@ class Trials:
         )
 
     def _check_time(self, num_done: int) -> None:
-        if self.budget_s is not None and time.thread_time() > self.budget_s:
+        if time.thread_time() > self._deadline_s:
             raise OutOfTimeError
 
     def try_out(self, setting: Setting) -> Trial:
@@ -128,9 +129,8 @@ class Trials:
         subject, now = self.subject, self.subject.num_blocks
         if not subject.is_tight(subject.limits):
             return []
-        schedule = subject.arrivals or Schedule(read_ahead=subject.read_ahead)
         found = self.found or hits(
-            subject.in_order, subject.plan, schedule, observe=lambda _, num: self._check_time(num)
+            subject.in_order, subject.plan, subject.schedule, observe=lambda _, num: self._check_time(num)
         )
         used = found.unlimited.run.facts.peak_used_blocks if found.unlimited.run else 0
         sizes = [found.enough.num_blocks, *([used] if self.as_it_is.num_preemptions else [])]
@@ -159,7 +159,7 @@ def cures(
     run; None: the requests of the subject. `rates_in_file`: see divergences. `base`: the run as it is, if it has been
     simulated; `found`: what pools of other sizes find, if that is known."""
     if subject is not None and prompts is None and subject.has_tokens:
-        prompts = PromptSample.of((each.token_ids or (), each.cache_salt) for each in subject.workload.requests)
+        prompts = PromptSample.of(subject.workload.prompts())
     trials = None
     if subject is not None and subject.workload.requests:
         trials = Trials(subject, base, budget_s, found)

@@ -56,7 +56,7 @@ def recorded_cures(view: "RecordedRequests", state: PoolState, tokenizer: "Token
 
     workload, prompts = view.finish(), None
     if workload.num_left_out and workload.hash_size is None:
-        prompts = PromptSample.of((each.token_ids or (), each.cache_salt) for each in workload.requests)
+        prompts = PromptSample.of(workload.prompts())
     return find_cures(
         recorded_subject(workload, state),
         prompts=prompts,

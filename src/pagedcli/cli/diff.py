@@ -10,6 +10,7 @@ from pagedcli.cli.cures import find_cures
 from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
+from pagedcli.config_keys import flag_name
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE
 from pagedcli.line_files import LineReader
@@ -60,7 +61,7 @@ def diff(
             "one is a recorded run, the other a prompt file", hint="compare two traces or two prompt files"
         )
     if flags and is_trace:
-        names = ", ".join("--" + key.partition(".")[2].replace("_", "-") for key in flags)
+        names = ", ".join(map(flag_name, flags))
         raise UsageError(f"{names}: only for prompt files; a recorded run has its own configuration")
     no_prompts = None
     if is_trace:
@@ -78,7 +79,7 @@ def diff(
         shown.append(tables.prompts_table(found))
     cures, later = [], found.sides[1]
     if "prompts" in found.parts and found.parts["prompts"]["hit_rate"] < 0:
-        prompts = PromptSample.of((each.token_ids or (), each.cache_salt) for each in later.workload.requests)
+        prompts = PromptSample.of(later.workload.prompts())
         cures = find_cures(None, prompts=prompts, tokenizer=text, block_size=later.limits.block_size)
     told = [tables.sentence(found), *(each.text for each in cures)]
     print_tables(shown, format_, facts={**tables.facts(found), "cures": cures}, story=told)

@@ -4,6 +4,7 @@ import difflib
 import errno
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ COMMANDS = {
 # old names of commands, for one version -> what stands for them
 RENAMED = {"replay": ("trace",), "report": ("explain", "-o", "report.html")}
 
+_OLD_POOL = re.compile("^--num-gpu-blocks-override(?==|$)")  # vLLM's name of the flag
+
 
 class _Commands(TyperGroup):
     """Loads commands lazily and turns errors into messages and exit codes."""
@@ -68,7 +71,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
-        args = [word.replace("--num-gpu-blocks-override", "--num-kvcache-blocks") for word in args]  # vLLM's name
+        args = [_OLD_POOL.sub("--num-kvcache-blocks", word) for word in args]
         if (words := RENAMED.get(args[0])) is not None:
             say(f"note: pagedcli {args[0]} is pagedcli {words[0]} now")
             args = [*words, *args[1:]]

@@ -7,7 +7,7 @@ may declare its own flags as the fields of a dataclass, which it then receives.
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from pagedcli.config import Config
-from pagedcli.config_keys import Key, keys_of
+from pagedcli.config_keys import Key, flag_name, keys_of
 from pagedcli.show.tables import Format
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
@@ -29,6 +29,12 @@ def option(*names: str, panel: str | None = None, show_default: bool = False, **
     return typer.Option(*names, rich_help_panel=panel, show_default=show_default, **settings)
 
 
+def do_not_apply(keys: Iterable[str]) -> str:
+    """`--check, --follow do not apply`."""
+    names = [flag_name(key) for key in keys]
+    return f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not apply"
+
+
 def _flags(section: str) -> dict[str, Any]:
     """The flags of one configuration section: dotted key -> annotation for typer."""
     defaults: msgspec.Struct = getattr(Config(), section)
@@ -36,7 +42,7 @@ def _flags(section: str) -> dict[str, Any]:
     for name, (type_, declared) in keys_of(type(defaults)).items():
         if not declared.has_flag:
             continue
-        long = "--" + name.replace("_", "-")
+        long = flag_name(name)
         is_text = declared.metavar == "BYTES" or declared.reads or declared.removed
         taken = str if is_text else _flag_type(type_, declared)
         names = [f"{long}/--no-{long[2:]}" if taken is bool else long]

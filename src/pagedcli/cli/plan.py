@@ -140,8 +140,9 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         print(tuned_settings(run.subject, run.found, loaded), end="")
         return code
     with working("looking for changes that help"):
-        pools = None if run is None else _pools(file, run)
-        cures = _cures(loaded.config.engine, file, run, pools)
+        trial = None if run is None else _trial_run(file, run)
+        pools = None if trial is None else _pools(trial)
+        cures = _cures(loaded.config.engine, file.scan, trial, pools)
     facts = survey_facts(scan, file.fit) | ({} if run is None else {"forecast": run.facts})
     facts |= {} if pools is None else {"enough": pools.document()}
     if is_table and not options.all_:
@@ -192,45 +193,49 @@ def _about(time: str) -> str:
     return f"About {time}" if time[0].isdigit() else capitalized(time)
 
 
-def _trial_run(file: _File, run: "_ExpectedRun") -> "tuple[Subject, Forecast | None, float]":
-    """The run that other pools and settings are tried on, of a long file with a part of its requests; what it does, if
-    that is known; and for how many seconds."""
+@dataclass(frozen=True, slots=True)
+class _TrialRun:
+    """The run that other pools and settings are tried on: of a long file with a part of its requests."""
+
+    subject: "Subject"
+    found: "Forecast | None"  # None: it has not been simulated
+    budget_s: float  # seconds of trials
+
+
+def _trial_run(file: _File, run: "_ExpectedRun") -> _TrialRun:
     from pagedcli.answers.cures import CURES_S
     from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
 
     if file.requests.work + file.requests.left_out <= MOST_IN_FULL:
-        return run.subject, run.found, CURES_S
+        return _TrialRun(run.subject, run.found, CURES_S)
     workload, left_out = file.requests.part(SAMPLED)
-    return replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S
+    return _TrialRun(replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S)
 
 
-def _pools(file: _File, run: "_ExpectedRun") -> "Hits | None":
+def _pools(trial: _TrialRun) -> "Hits | None":
     """What other pools find; None if looking for it failed."""
     from pagedcli.answers.hits import hits
-    from pagedcli.simulation.run import Schedule
 
-    subject, _, search_s = _trial_run(file, run)
-    schedule = Schedule(read_ahead=subject.read_ahead)
-    search = partial(hits, subject.in_order, subject.plan, schedule, search_s=search_s)
+    subject = trial.subject
+    search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=trial.budget_s)
     return or_note("the smallest pool that is enough", search, None)
 
 
-def _cures(engine: EngineConfig, file: _File, run: "_ExpectedRun | None", pools: "Hits | None") -> "list[Cure]":
+def _cures(engine: EngineConfig, scan: PromptScan, trial: _TrialRun | None, pools: "Hits | None") -> "list[Cure]":
     """What to change."""
-    size, scan, rates = engine.block_size, file.scan, dict[int, float]()
+    size, rates = engine.block_size, dict[int, float]()
     if engine.enable_prefix_caching:
         sizes = [each for each in {*BLOCK_SIZES, size} if each <= size and not each % UNIT]
         rates = {each: scan.plan.ideal_hit_rate(each) for each in sizes}
-    subject, base, budget_s = (None, None, 0.0) if run is None else _trial_run(file, run)
     return find_cures(
-        subject,
+        None if trial is None else trial.subject,
         prompts=scan.drawn,
         tokenizer=scan.tokenizer,
         block_size=size,
         rates_in_file=rates,
-        base=base,
+        base=None if trial is None else trial.found,
         found=pools,
-        budget_s=budget_s,
+        budget_s=None if trial is None else trial.budget_s,
     )
 
 

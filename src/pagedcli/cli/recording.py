@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagedcli.cli.options import do_not_apply
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
@@ -28,10 +29,10 @@ def is_recording(path: Path, **given: object) -> bool:
     name, None or False where the user did not set them. Raises: UsageError if a recording gets one."""
     if not is_capture(path):
         return False
-    flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None and value is not False]
-    if flags:
+    names = [name for name, value in given.items() if value is not None and value is not False]
+    if names:
         what = "a recording of KV events, which contain no requests, lookups or block ids"
-        raise UsageError(f"{path} is {what}: {', '.join(flags)} {'does' if len(flags) == 1 else 'do'} not apply")
+        raise UsageError(f"{path} is {what}: {do_not_apply(names)}")
     return True
 
 

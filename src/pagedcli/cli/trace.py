@@ -17,7 +17,16 @@ from pagedcli.batch.lines import is_live
 from pagedcli.batch.prompts import open_source
 from pagedcli.batch.requests import BatchRow, decode_line
 from pagedcli.cli.dump_kv import DumpFiles, table_width
-from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags, option
+from pagedcli.cli.options import (
+    ENGINE_KEYS,
+    RUN_KEYS,
+    SAMPLING_KEYS,
+    ConfigFile,
+    Flags,
+    config_flags,
+    do_not_apply,
+    option,
+)
 from pagedcli.cli.recorded_run import RecordedFlags, ViewFlags, is_recorded, look_at, no_such_step
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import run_job
@@ -97,10 +106,8 @@ def trace(
 def _refuse(live: LiveFlags, flags: Flags) -> None:
     """Raises: UsageError if a flag of generating was given for a recorded run."""
     names = [each.name for each in fields(live) if getattr(live, each.name) != each.default]
-    names += [key.partition(".")[2] for key in flags]
-    if names:
-        shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise UsageError(f"a recorded run generates nothing: {shown} {'does' if len(names) == 1 else 'do'} not apply")
+    if names or flags:
+        raise UsageError(f"a recorded run generates nothing: {do_not_apply([*names, *flags])}")
 
 
 def _generate(
@@ -204,7 +211,7 @@ def _run(
     record_ids: bool,
     **how: Any,
 ) -> int:
-    """Generate with a view, which folds the events into `whole_run`, too, and record a trace if the job names a file.
+    """Generate with a view, which also folds the events into `whole_run`, and record a trace if the job names a file.
     `how`: see run_job. Returns the exit code."""
     emit: Emit | None = view.on_event
     with ExitStack() as stack:

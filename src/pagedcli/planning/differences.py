@@ -278,7 +278,9 @@ def _shared_beginnings(texts: Sequence[str]) -> list[int]:
     usual beginning of a question, does not count: what is put behind it would stand in the middle of the question."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
     lengths = [common_prefix(texts[a], texts[b]) for a, b in pairwise(order)]
-    parents: list[int | None] = []  # place -> the nearest place with less, of the two around it the one with more
+    # place -> the nearest place with less, of the two around it the one with more; or the first of those equal to it,
+    # so that a way up is no longer than there are different lengths
+    parents: list[int | None] = []
     stack: list[int] = []
     for place, length in enumerate(lengths):
         last = None
@@ -287,7 +289,8 @@ def _shared_beginnings(texts: Sequence[str]) -> list[int]:
         if last is not None:
             parents[last] = place
         parents.append(stack[-1] if stack else None)
-        stack.append(place)
+        if not stack or lengths[stack[-1]] < length:
+            stack.append(place)
     shared = [0] * len(texts)
     for rank, row in enumerate(order if lengths else ()):
         place = max(range(max(0, rank - 1), min(rank + 1, len(lengths))), key=lengths.__getitem__)

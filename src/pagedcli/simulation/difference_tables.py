@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pagedcli.printable import duration_text, one_line
+from pagedcli.printable import capitalized, duration_text, one_line
 from pagedcli.show.tables import Table, table
 from pagedcli.simulation.difference import CAUSES, Comparison
 
@@ -48,7 +48,7 @@ def sentence(found: Comparison) -> str:
     first_s, last_s = (side.seconds for side in found.sides)
     if first_s is not None and last_s is not None and abs(last_s - first_s) > max(_LEAST_S, _LEAST_SHARE * first_s):
         said = f"the later run took {duration_text(last_s)} instead of {duration_text(first_s)}, and {said}"
-    said = said[0].upper() + said[1:]
+    said = capitalized(said)
     words = {each: CAUSES[each] + f" ({found.details[each]})" * (each in found.differing) for each in found.parts}
     largest = sorted(found.parts, key=lambda cause: -abs(found.parts[cause]["hit_rate"]))
     parts = [(words[cause], points(float(found.parts[cause]["hit_rate"]))) for cause in largest]

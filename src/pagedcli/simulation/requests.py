@@ -124,6 +124,10 @@ class Requests:
         for request in self.requests:
             request.arrival_s = (request.arrival_s or 0.0) - first_s
 
+    def prompts(self) -> "Iterator[tuple[array[int] | tuple[()], str | None]]":
+        """The token ids of each prompt, empty where they are not known, with its cache_salt."""
+        return ((request.token_ids or (), request.cache_salt) for request in self.requests)
+
     @property
     def num_prompt_tokens(self) -> int:
         return sum(request.num_prompt_tokens for request in self.requests)

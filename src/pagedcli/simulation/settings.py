@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from pagedcli.answers.time import Forecast, in_prefix_order
+from pagedcli.config_keys import flag_name
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.checkpoints import POLICIES as CHECKPOINTS
 from pagedcli.core.eviction import POLICIES
@@ -30,7 +31,7 @@ def flags_of(changes: Changes) -> list[str]:
     """The flags that set these keys."""
     words = []
     for key, value in changes.items():
-        words.append("--" + key.partition(".")[2].replace("_", "-"))
+        words.append(flag_name(key))
         words += [] if value is True else [str(value)]
     return words
 
@@ -62,6 +63,11 @@ class Subject:
         if self.reorder == "none":
             return self.workload
         return replace(self.workload, requests=in_prefix_order(self.workload.requests))
+
+    @property
+    def schedule(self) -> Schedule:
+        """When its requests come; no steps are timed."""
+        return self.arrivals or Schedule(read_ahead=self.read_ahead)
 
     @property
     def has_tokens(self) -> bool:

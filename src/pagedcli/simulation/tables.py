@@ -1,4 +1,4 @@
-"""The tables of `pagedcli simulate`, its picture of the hit rate by pool size, and the settings that advice tried."""
+"""The tables of `pagedcli simulate`, and its picture of the hit rate by pool size."""
 
 import math
 from collections.abc import Sequence
