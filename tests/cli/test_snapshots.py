@@ -1,5 +1,7 @@
-"""What each command prints in a terminal of 100 columns: tests/snapshots/NAME.txt has the commands, each followed by what
-it printed, first on stdout, then on stderr. `pytest tests/cli/test_snapshots.py --renew-snapshots` writes them anew.
+"""What each command prints in a terminal of 100 columns.
+
+tests/snapshots/NAME.txt has the commands, each followed by what it printed, first on stdout, then on stderr.
+`pytest tests/cli/test_snapshots.py --renew-snapshots` writes them anew, also for a line `$ pagedcli ...` that was added.
 """
 
 import importlib.util
@@ -22,6 +24,7 @@ COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d)?$", re.MULTILINE)
 MASKS = (
     (r"(?<![\w.])[\d,]+(?:\.\d+)? (?:µs|ms|s|min|h|GB/s)(?=\W|$)", "# s"),
     (r"[\d,]+ (tok|tokens)/s", r"# \1/s"),
+    (r"only [\d.]+ GiB", "only # GiB"),
     (r"pagedcli \d[\w.]*", "pagedcli #"),
     (r"(?m)^(seconds .*|[0-9a-f]{16} .*MiB +)\d+\.\d\d.*$", r"\1#"),
     (r"(\.(?:svg|html)): [\d.]+ KiB", r"\1: # KiB"),
@@ -40,14 +43,25 @@ def folder(tmp_path_factory):
     with questions.in_folder(made):
         questions.make_files(made)
     (made / "examples.jsonl").write_bytes((ROOT / "examples" / "prompts.jsonl").read_bytes())
-    for name, lines in WRONG.items():
-        (made / name).write_text(lines)
+    for name, content in FILES.items():
+        (made / name).write_text(content)
+    (made / "bad.bin").write_bytes(b"\xff\xfe\xfa")
     return made
 
 
-CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]})
-WRONG = {
-    "bad.jsonl": '{"prompt": "a", "max_tokens": 2}\n\nno\n{"prompt": "b", "max_tokens": -1}\n{"promt": "c"}\n' + CHAT,
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+FILES = {
+    "shared.jsonl": lines({"id": f"user-{n}", "prompt": [5] * 240 + [20 + n] * 30, "max_tokens": 3} for n in range(4)),
+    "same.jsonl": lines({"id": f"same-{n}", "prompt": [7] * 40, "max_tokens": 2} for n in range(3)),
+    "clock.jsonl": lines(
+        {"id": at, "prompt": f"Once upon a time it was 15:09:{at}", "max_tokens": 2} for at in (20, 34)
+    ),
+    "bad.jsonl": '{"prompt": "a", "max_tokens": 2}\n\nno\n{"prompt": "b", "max_tokens": -1}\n{"promt": "c"}\n'
+    + lines([CHAT]),
     "typo.yaml": "engine:\n  blok_size: 4\n",
     "bias.yaml": "sampling: {logit_bias: {5: 1.0e+99}}",
     "bad.json": '{"type": "object",\n "x": tru}',
