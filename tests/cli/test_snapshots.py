@@ -1,7 +1,7 @@
 """What each command prints in a terminal of 100 columns.
 
 tests/snapshots/NAME.txt has the commands, each followed by what it printed, first on stdout, then on stderr.
-`pytest tests/cli/test_snapshots.py --renew-snapshots` writes them anew, also for a line `$ pagedcli ...` that was added.
+`pytest tests/cli/test_snapshots.py --renew-snapshots` writes them anew, also for commands that were added.
 """
 
 import importlib.util
