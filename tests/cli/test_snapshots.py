@@ -24,7 +24,7 @@ COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d)?$", re.MULTILINE)
 MASKS = (
     (r"(?<![\w.])[\d,]+(?:\.\d+)? (?:µs|ms|s|min|h|GB/s)(?=\W|$)", "# s"),
     (r"[\d,]+ (tok|tokens)/s", r"# \1/s"),
-    (r"only [\d.]+ GiB", "only # GiB"),
+    (r"[\d.]+ GiB of memory are available", "# GiB of memory are available"),
     (r"pagedcli \d[\w.]*", "pagedcli #"),
     (r"(?m)^(seconds .*|[0-9a-f]{16} .*MiB +)\d+\.\d\d.*$", r"\1#"),
     (r"(\.(?:svg|html)): [\d.]+ KiB", r"\1: # KiB"),
