@@ -233,23 +233,6 @@ def _counts(engine: Any) -> tuple[int, int, int]:
     return engine.stats.num_steps, engine.num_steps_ahead, engine.stats.num_preemptions
 
 
-def timed(engine: Any, scale: Scale, prompts: list[list[int]], params: list[Any]) -> tuple[float, Row]:
-    """Seconds of a run, and its figures."""
-    steps, ahead = engine.stats.num_steps, engine.num_steps_ahead
-    synchronize(scale)
-    start = time.perf_counter()
-    tokens = generate(engine, prompts, params)
-    seconds = time.perf_counter() - start
-    steps = engine.stats.num_steps - steps
-    return seconds, {
-        "s": round(seconds, 3),
-        "output tok/s": round(sum(map(len, tokens)) / seconds),
-        "steps": steps,
-        "ms per step": round(seconds / steps * 1e3, 3),
-        "ahead": engine.num_steps_ahead - ahead,
-    }
-
-
 def random_prompts(scale: Scale, count: int, length: int, *, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     top_id = min(10000, scale.model["vocab_size"] - 1)

@@ -179,12 +179,11 @@ class Process:
             path.unlink()
 
     def _run_file(self, path: Path, lines, *, fingerprint, options, places=None) -> None:
-        if path.exists() and not journals.is_to_be_replaced(path):
-            if places is None:
-                journals.check_finished(path, fingerprint, lines, order="input", limit=None)
+        if places is None and path.exists() and not journals.is_to_be_replaced(path):
+            journals.check_finished(path, fingerprint, lines, order="input", limit=None)
             return
         columns = Columns(kind=kind_of(path), token_ids=True)
-        journal = journals.open_journal(path, fingerprint, resume=True, overwrite=bool(places))
+        journal = journals.open_journal(path, fingerprint, resume=True, overwrite=places is not None)
         rows_format = CsvLines(columns) if columns.kind == "csv" else JsonLines()
         sink = WatchedSink(self._machine, places, path, journal, order="input", rows_format=rows_format)
         tokenizer = _the_tokenizer()
