@@ -25,7 +25,7 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"content_files"}
+LOW |= {"content_files", "later"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -43,6 +43,7 @@ ALLOWED = {
     "config": {"config_keys", "errors", "events", "files", "sampling_params"},
     "llm_keywords": LOW,
     "core": LOW,
+    "later": set(),
     "native": {"errors", "files"},
     "attention": {"errors", "native"},
     "layers": {"errors", "attention", "native"},
@@ -88,13 +89,13 @@ def parsed(path):
 
 
 @cache
-def imports(path, *, module_level_only=False):
+def imports(path, *, module_level_only=False, with_types=False):
     """Dotted names imported by a file; relative imports are not used in this project."""
     tree = parsed(path)
     typing_only = {
         node
         for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test) and not with_types
         for node in ast.walk(block)
     }
     nodes = tree.body if module_level_only else [node for node in ast.walk(tree) if node not in typing_only]
@@ -158,12 +159,12 @@ def modules():
 
 
 def import_graph():
-    """Module -> modules that it imports at any level, or names in a string to import them later."""
+    """Module -> modules that it imports at any level and for types, or names in a string to import them later."""
     known = modules().copy()
     del known["pagedcli"]  # the package itself holds __version__, and LLM for its users only
     graph = {}
     for name, path in known.items():
-        used = imports(path)
+        used = imports(path, with_types=True)
         # `from package import module` is an import of the module alone
         used -= {module.rpartition(".")[0] for module in used & known.keys()} - plain_imports(path)
         strings = {node.value for node in ast.walk(parsed(path))

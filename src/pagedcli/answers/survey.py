@@ -21,7 +21,7 @@ from pagedcli.config import LoadedConfig
 from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.gguf.header import is_gguf
-from pagedcli.models.hub import check_files
+from pagedcli.models.hub import check_files, model_folder
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.prompt_sample import PromptSample
@@ -83,8 +83,6 @@ class PromptScan:
 
 def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> tuple[Path, ModelSpec | None]:
     """The tokenizer's folder and its model; None for a folder with only a tokenizer."""
-    from pagedcli.planning.decide import model_folder
-
     engine = loaded.config.engine
     if tokenizer is not None and not tokenizer.exists():
         raise UsageError(f"--tokenizer: there is no folder {tokenizer}", hint="name a folder with a tokenizer.json")

@@ -42,6 +42,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import METRICS, SUMMARY, TRACE, check_distinct, check_new, is_stream
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
 
 if TYPE_CHECKING:
@@ -165,8 +166,6 @@ class OpenJob:
         return self._tokenizer
 
     def load_tokenizer(self) -> None:
-        from pagedcli.planning.decide import model_folder
-
         config = self.job.loaded.config
         folder = model_folder(config.engine)
         # a broken config.json is refused as such, before transformers blames the tokenizer

@@ -36,6 +36,7 @@ from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.core.admission import admit, admit_scores, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.errors import RequestError, UsageError
+from pagedcli.models.lengths import resolve_max_model_len
 from pagedcli.models.spec import ModelSpec
 from pagedcli.sampling_params import SamplingParams, seed_for
 
@@ -421,8 +422,6 @@ def open_prompts(
 
 def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:
     """What a request must fit into where the pool is not known; nor the model's length if `spec` is None."""
-    from pagedcli.planning.decide import resolve_max_model_len  # loads torch
-
     return Limits.of(
         engine,
         max_model_len=NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),

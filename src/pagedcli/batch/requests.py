@@ -6,23 +6,21 @@ are in OpenAI's format, reduced to what a text model's chat template accepts.
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from pagedcli.batch.columns import INVALID_ROW, Columns
+from pagedcli.batch.grammar import Guides
 from pagedcli.batch.lines import Line
 from pagedcli.batch.scoring import FIELDS as SCORE_FIELDS
 from pagedcli.batch.scoring import ScoredTokens, ScoreRequest
+from pagedcli.batch.tokenizer import StopCheckers
 from pagedcli.config import tools_problem
+from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.scoring import SCORING
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from pagedcli.batch.grammar import Guides
-    from pagedcli.batch.tokenizer import StopCheckers
-    from pagedcli.core.requests import FinishedRequest
 
 Message = dict[str, Any]  # role, content (text, list of text parts, or None), and all that templates may use
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -162,13 +160,13 @@ class RowPrompt(msgspec.Struct, eq=False):
     is_text: bool = False  # tokenized here
     tools: list[dict[str, Any]] | None = None  # shown by the chat template
     scored: ScoredTokens | None = None  # None: it generates
-    stop_checkers: "StopCheckers | None" = None  # None: no stop strings
-    guides: "Guides | None" = None  # None: no grammar
-    output: "FinishedRequest | None" = None  # None: unfinished
+    stop_checkers: StopCheckers | None = None  # None: no stop strings
+    guides: Guides | None = None  # None: no grammar
+    output: FinishedRequest | None = None  # None: unfinished
     texts: list[str] = []  # one per sample
 
     @property
-    def result(self) -> "FinishedRequest":
+    def result(self) -> FinishedRequest:
         assert self.output is not None, "the prompt is finished"
         return self.output
 

@@ -21,6 +21,8 @@ from pagedcli.config import EngineConfig
 from pagedcli.distributed.parts import PartFolder, weigh_rows
 from pagedcli.errors import UsageError
 from pagedcli.files import SUMMARY, check_distinct, check_new
+from pagedcli.later import torch
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
 from pagedcli.printable import plural
 from pagedcli.show.progress import progress_view
@@ -90,8 +92,6 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
 
 def _prepare(job: Job, folder: PartFolder, num_workers: int) -> dict[str, int]:
     """Split the input into parts, or check that existing parts belong to this run. Returns ignored fields."""
-    from pagedcli.planning.decide import model_folder
-
     config = job.loaded.config
     columns = Columns.of(config.run)
     lines = open_source(job.input_name, columns)
@@ -218,7 +218,5 @@ def _pool(job: Job, address: str | None, num_workers: int) -> "WorkerPool":
 def _num_gpus(engine: EngineConfig) -> int:
     """GPUs that each worker requests from the cluster."""
     if engine.device == "auto":
-        import torch
-
         return engine.tensor_parallel_size if torch.cuda.is_available() else 0
     return 0 if engine.device == "cpu" else engine.tensor_parallel_size

@@ -14,6 +14,8 @@ from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.plan import Plan
 from pagedcli.errors import BackendError, UsageError
+from pagedcli.later import torch
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library, paths
 from pagedcli.native.build import find_compiler
@@ -104,7 +106,7 @@ def doctor(
 
 def _decided(device: str, machine: "Machine", model: str = BUILTIN_MODEL) -> "Decision":
     """How a model runs here, of which only config.json is read."""
-    from pagedcli.planning.decide import decide, model_folder
+    from pagedcli.planning.decide import decide
 
     config = EngineConfig(model=model, device=device)
     return decide(config, read_spec(model_folder(config, weights=False)), machine)
@@ -215,8 +217,6 @@ class Backend:
 
 
 def _versions_table() -> Table:
-    import torch
-
     rows = [
         Version("pagedcli", __version__),
         Version("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -243,8 +243,6 @@ def _compiler() -> str:
 
 
 def _devices_table() -> Table:
-    import torch
-
     from pagedcli.native.system import usable_cores
     from pagedcli.planning.machine import host_memory, processor_name
 
@@ -262,8 +260,6 @@ def _devices_table() -> Table:
 
 def _paths_table() -> Table:
     """The instructions that the native CPU kernels use, and their peak compared with the processor's others."""
-    import torch
-
     rows: list[CpuPath] = []
     notes: list[str] = []
     try:
@@ -317,8 +313,6 @@ def _instruction_notes() -> list[str]:
 
 
 def _why_no_gpu() -> str:
-    import torch
-
     from pagedcli.planning.machine import unseen_gpu
 
     if (reason := unseen_gpu()) is not None:
@@ -370,7 +364,6 @@ def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
 
 
 def _lookups() -> "list[LookUp]":
-    from pagedcli.planning.decide import model_folder
     from pagedcli.runner.self_test import LookUp, look_up_texts
 
     tokenizer = Tokenizer(model_folder(EngineConfig()))

@@ -19,8 +19,8 @@ from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, Request
 from pagedcli.core.scheduler import Scheduler
-from pagedcli.core.scoring import SCORING, Targets
-from pagedcli.core.sequence import Guide, Sequence, SequenceFacts, SequenceStatus, StopChecker
+from pagedcli.core.scoring import SCORING
+from pagedcli.core.sequence import Guide, ScoredPart, Sequence, SequenceFacts, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, LaunchedStep, StepBuilder, StepTokens
 from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, ScheduledStep, StepClock, TimedEmit
 from pagedcli.errors import RequestError
@@ -125,7 +125,7 @@ class EngineCore:
         self._num_added += 1
         token_ids, targets = list(prompt_token_ids), None
         if continuations is not None:
-            max_new_tokens, params, targets = 0, SCORING, Targets.of_context(len(token_ids), continuations)
+            max_new_tokens, params, targets = 0, SCORING, ScoredPart.of_context(len(token_ids), continuations)
             token_ids += [] if targets.together else continuations[0][:-1]
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
             cache_salt = f" prompt_logprobs {self._next_seq_id}"

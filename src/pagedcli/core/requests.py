@@ -11,10 +11,11 @@ from typing import Any
 from pagedcli.core.beams import BeamSearch, Candidates
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scheduler import Scheduler
-from pagedcli.core.scoring import ContinuationScore, Targets
+from pagedcli.core.scoring import ContinuationScore
 from pagedcli.core.sequence import (
     Guide,
     SampleOutput,
+    ScoredPart,
     Sequence,
     SequenceFacts,
     SequenceStatus,
@@ -82,7 +83,7 @@ class Request:
         return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
 
     @property
-    def targets(self) -> list[Targets]:
+    def targets(self) -> list[ScoredPart]:
         """What its sequences score, the context first; empty if it generates."""
         return [seq.targets for seq in self.seqs if seq.targets is not None]
 
@@ -243,7 +244,7 @@ class Forks:
             raise
 
 
-def _new_fork(request: Request, targets: Targets, new_sequence: NewSequence) -> Sequence:
+def _new_fork(request: Request, targets: ScoredPart, new_sequence: NewSequence) -> Sequence:
     """A sequence that scores a continuation after its first token."""
     assert request.continuations is not None, "continuations are scored"
     token_ids = [*request.seqs[0].token_ids, *request.continuations[targets.index][:-1]]

@@ -7,7 +7,6 @@ to whose plan runner.loading adds what is measured after loading.
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import torch
@@ -27,8 +26,8 @@ from pagedcli.models.base import DecoderNeeds, linear_kernels
 from pagedcli.models.decoder import groups_experts
 from pagedcli.models.footprint import step_bytes
 from pagedcli.models.formats import AS_STORED, FORMATS, WeightFormat
-from pagedcli.models.hub import resolve_model
-from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
+from pagedcli.models.lengths import check_length, resolve_max_model_len
+from pagedcli.models.loading import IN_ONE_CALL, choose_decoder, weight_format
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, layer_groups
@@ -39,7 +38,6 @@ from pagedcli.records import size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
-LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
 GPU_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 8192, 16384  # default tokens per step, the second from this size on:
 LARGE_GPU_BYTES = 70 * 2**30
 GRAPH_PREFILL_TOKENS = 1024  # default of min_prefill_tokens with graphs: a step with prompts runs without one
@@ -127,11 +125,6 @@ def _notes(
         notes += (f"weights are {spec.widened}, widened to {dtype_name(dtype)} while loading",)
     note = stored.note(dtype_name(dtype), kernels)
     return notes if note is None else (*notes, note)
-
-
-def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
-    """The model's folder. A hub model is downloaded first, its weights only if they are wanted."""
-    return resolve_model(config.model, revision=config.revision, weights=weights)
 
 
 # ---------------------------------------------------------------------- one value each
@@ -239,20 +232,6 @@ def resolve_min_prefill_tokens(config: EngineConfig, *, with_graphs: bool) -> in
     if config.min_prefill_tokens is not None:
         return config.min_prefill_tokens
     return GRAPH_PREFILL_TOKENS if with_graphs else 0
-
-
-def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    """Most tokens of prompt and output together. Raises: ConfigError if the model has fewer positions."""
-    limit = spec.max_position_embeddings
-    if config.max_model_len is None:
-        exact = spec.rope.exact_length if spec.rope is not None else None
-        return min(limit, exact or LONGEST_DEFAULT)
-    if config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}",
-            hint=f"use --max-model-len {limit} or less",
-        )
-    return config.max_model_len
 
 
 def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -> None:
