@@ -25,13 +25,13 @@ from pagedcli.attention.base import (
     dtype_name,
 )
 from pagedcli.attention.layer import AttentionLayer
-from pagedcli.attention.triton_launch import Launcher, power_of_2, programs_per_processor
 from pagedcli.errors import BackendError
 
 try:
     import triton
 
     from pagedcli.attention import triton_kernels as kernels
+    from pagedcli.attention.triton_launch import Launcher, power_of_2, programs_per_processor
 except ImportError as error:
     raise BackendError(
         f"triton is not installed ({error})", hint="install the extra: pip install 'pagedcli[cuda]'"

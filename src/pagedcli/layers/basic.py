@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
-from pagedcli.attention.triton_paged import launch_problem
 from pagedcli.errors import BackendError
 
 
@@ -21,6 +20,7 @@ from pagedcli.errors import BackendError
 def fused_layers() -> Any:
     """The module triton_layers, or None if triton cannot run (which backend selection reports)."""
     try:
+        from pagedcli.attention.triton_paged import launch_problem
         from pagedcli.layers import triton_layers
     except (BackendError, ImportError):  # not installed
         return None
