@@ -125,16 +125,22 @@ def test_imports_only_go_downwards(path):
             assert not any(name.split(".")[0] == module for name in imports(path)), f"{module} belongs to {packages}"
 
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 70
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
+LONGER_FILES = {"layers/triton_recurrent.py", "views/explain.py"}
 # A third of it is its parameters, and Triton compiles a kernel from one function: parts would only pass them on.
-LONGER_FUNCTIONS = {f"attention/triton_kernels.py: {name}" for name in ("decode_kernel", "prefill_kernel")}
-LONGER_FUNCTIONS |= {"layers/triton_recurrent.py: chunk_kernel", "layers/triton_layers.py: rotate_and_store_kernel"}
+LONGER_FUNCTIONS = {
+    f"attention/triton_kernels.py: {name}" for name in ("decode_kernel", "prefill_kernel", "_prefill_tiles")
+}
+LONGER_FUNCTIONS |= {f"layers/triton_recurrent.py: {name}" for name in ("chunk_kernel", "step_kernel")}
+LONGER_FUNCTIONS |= {f"layers/triton_sampling.py: {name}" for name in ("_border", "smallest_kept_kernel")}
+LONGER_FUNCTIONS |= {"layers/triton_layers.py: rotate_and_store_kernel", "layers/triton_experts.py: experts_kernel"}
 
 
 @pytest.mark.parametrize("pattern", ["*.py", "*.cpp", "*.h"])
 def test_no_file_is_longer_than_one_reads_in_one_go(pattern):
     lengths = {str(path.relative_to(SRC)): len(path.read_text().splitlines()) for path in SRC.rglob(pattern)}
-    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+    longer = {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+    assert {name: length for name, length in longer.items() if name not in LONGER_FILES} == {}
 
 
 def test_no_function_is_longer_than_a_screen():

@@ -90,10 +90,7 @@ def attach(
         if is_interactive(with_stdout=False) and not no_live:
             session.watch(duration, idle, decode)
         else:
-            try:
-                session.follow(duration, idle)
-            except KeyboardInterrupt:
-                say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
+            session.follow_until_stopped(duration, idle)
     _summarize(session.state, scraper, decode, format_)
     if record is not None:
         say(f"recording: {record}; view it with: pagedcli trace {record}")
@@ -141,6 +138,13 @@ class _Session:
         title = f"pagedcli attach {' '.join(self._subscriber.endpoints)}"
         app = KVApp(self.player, title, decode=decode, scraper=self._scraper)
         watch(app, self.player, lambda: self.follow(duration, idle))
+
+    def follow_until_stopped(self, duration: float | None, idle: float | None) -> None:
+        """Process messages as `follow` does, also until Ctrl-C."""
+        try:
+            self.follow(duration, idle)
+        except KeyboardInterrupt:
+            say(f"\nstopped; summary of {plural(self.state.num_resident, 'resident block')}")
 
     def follow(self, duration: float | None, idle: float | None) -> None:
         """Process messages until the time is up, none arrive, or the user quits."""

@@ -19,7 +19,8 @@ from pagedcli.printable import percent_text, plural
 from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import TokenView
 from pagedcli.views.rows import Label, LookupRow, ShownRow
 
