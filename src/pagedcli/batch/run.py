@@ -252,7 +252,7 @@ class BatchRun:
             if row.error is not None:
                 self._write_error(row, row.error)
             return
-        made_here = [each.token_ids for each in row.prompts if each.is_text or each.scored is not None]
+        made_here = [each.token_ids for each in row.prompts if each.text is not None or each.scored is not None]
         self.stats.num_double_bos += sum(map(self._tokenizer.has_two_bos, made_here))
         found = False if self._repeats is None else self._repeats.take(row)
         if not isinstance(found, bool):
