@@ -24,14 +24,7 @@ from pagedcli.batch.journal import (
 )
 from pagedcli.batch.lines import InputScan, LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
-from pagedcli.batch.prompts import (
-    BatchOptions,
-    KeptColumns,
-    batch_options,
-    check_defaults,
-    open_source,
-    open_tokenizer,
-)
+from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, check_defaults, open_source, open_tokenizer
 from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import RowWriter

@@ -6,7 +6,6 @@ kept as int64 bytes: fast to compare and hash, and invisible to the garbage coll
 
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens: those that reports compare
 SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smaller ones
 WINDOW_ROWS = 8192  # most requests that are sorted by prefix at a time
 WINDOW_TOKENS = 2**20  # most tokens of their prompts: about 40 MB
-_MIN_RECENT = 65536
 HashFunction = Callable[[bytes, int | None], int]
 
 
@@ -60,47 +58,6 @@ def unit_digests(token_ids: Sequence[int], cache_salt: str | None, unit: int) ->
         prefix = hash_block(data[start : start + step], prefix)
         digests.append(prefix)
     return digests
-
-
-class PrefixRows:
-    """Known digests of prefixes and the row that each first appeared in: sorted arrays and a small recent dict."""
-
-    def __init__(self) -> None:
-        self._digests, self._rows = array("Q"), array("I")
-        self._recent: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._digests) + len(self._recent)
-
-    def first_row(self, digest: int) -> int | None:
-        """The first row with the prefix of this digest; None if there is none."""
-        row = self._recent.get(digest)
-        if row is not None:
-            return row
-        place = bisect_left(self._digests, digest)
-        return self._rows[place] if place < len(self._digests) and self._digests[place] == digest else None
-
-    def num_known(self, digests: Sequence[int]) -> int:
-        """How many leading digests of a prompt are known, by bisection."""
-        return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
-
-    def add(self, digests: Sequence[int], row: int) -> None:
-        for digest in digests:
-            self._recent[digest] = row
-        # merge an eighth of the whole at a time: amortized linear copying
-        if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
-            self._merge()
-
-    def _merge(self) -> None:
-        import numpy as np  # only needed for many sequences: commands that read a trace start without it
-
-        recent = np.fromiter(self._recent.keys(), np.uint64, len(self._recent))
-        rows = np.fromiter(self._recent.values(), np.uint32, len(self._recent))
-        digests = np.concatenate([np.frombuffer(self._digests, np.uint64), recent])
-        rows = np.concatenate([np.frombuffer(self._rows, np.uint32), rows])
-        order = np.argsort(digests, kind="stable")
-        self._digests, self._rows = array("Q", digests[order].tobytes()), array("I", rows[order].tobytes())
-        self._recent = {}
 
 
 def num_equal(a: Sequence[object], b: Sequence[object]) -> int:
