@@ -17,7 +17,7 @@ from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
-from pagedcli.core.requests import FinishedRequest, Forks, Request
+from pagedcli.core.requests import FinishedRequest, Forks, UnfinishedRequest
 from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.scoring import SCORING
 from pagedcli.core.sequence import Guide, ScoredPart, Sequence, SequenceFacts, SequenceStatus, StopChecker
@@ -77,7 +77,7 @@ class EngineCore:
         self._builder = make_builder(self.scheduler)
         self.observe_work: Callable[[ScheduledStep], None] | None = None  # receives each step before it is launched
         self._in_flight: LaunchedStep | None = None
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, UnfinishedRequest] = {}
         self._finished: list[FinishedRequest] = []  # requests that `step` has not returned yet
         self._next_seq_id = 0
         self._num_added = 0
@@ -124,7 +124,9 @@ class EngineCore:
             token_ids += [] if targets.together else continuations[0][:-1]
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
             cache_salt = f" prompt_logprobs {self._next_seq_id}"
-        request = Request(make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes)
+        request = UnfinishedRequest(
+            make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes
+        )
         request.continuations = continuations
         seq = self._new_sequence(
             request_id,

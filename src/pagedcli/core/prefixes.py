@@ -115,8 +115,8 @@ class SeenPrefixes:
     """
 
     def __init__(self) -> None:
-        self._newer: dict[str | None, PrefixTree] = {}  # salt -> tree
-        self._older: dict[str | None, PrefixTree] = {}
+        self._newer: dict[str | None, TokenTree] = {}  # salt -> tree
+        self._older: dict[str | None, TokenTree] = {}
         self._num_tokens = 0  # tokens in the newer tree
         self.has_forgotten = False
 
@@ -125,7 +125,7 @@ class SeenPrefixes:
         without `look_back` only those that came last count."""
         tokens, older = token_bytes(token_ids), self._older.get(salt) if look_back else None
         found = 0 if older is None else older.find(tokens).num_tokens
-        shared = self._newer.setdefault(salt, PrefixTree()).add(tokens)
+        shared = self._newer.setdefault(salt, TokenTree()).add(tokens)
         self._num_tokens += len(token_ids) - shared.num_tokens
         if self._num_tokens >= MOST_SEEN_TOKENS:
             self.has_forgotten = self.has_forgotten or bool(self._older)
@@ -148,7 +148,7 @@ class _Edge(msgspec.Struct, eq=False):
     edges: "dict[bytes, _Edge]"
 
 
-class PrefixTree:
+class TokenTree:
     """Sequences of tokens by their beginnings. Edges are runs of tokens: after `1 2 3 4` and `1 2 9`, the first edge
     `1 2` leads to the edges `3 4` and `9`; of `1 2 9 9` three tokens are found."""
 
