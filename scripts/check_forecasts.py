@@ -42,8 +42,9 @@ from pagedcli.bench.calibration import calibrate, calibration_config
 from pagedcli.bench.spread import BusyWatch
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig, LoadedConfig, RunConfig
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import decide, model_folder
+from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime
 from pagedcli.runner.llm_engine import LLMEngine

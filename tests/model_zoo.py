@@ -12,7 +12,8 @@ from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import LoadFormat
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
-from pagedcli.models.loading import check_length, choose_decoder, load_decoder, weight_format
+from pagedcli.models.lengths import check_length
+from pagedcli.models.loading import choose_decoder, load_decoder, weight_format
 from pagedcli.models.spec import ModelSpec
 
 # Vocabulary, width and depth of every family. 4 query heads share 2 key/value heads.

@@ -25,7 +25,7 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"content_files"}
+LOW |= {"content_files", "later"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -43,6 +43,7 @@ ALLOWED = {
     "config": {"config_keys", "errors", "events", "files", "sampling_params"},
     "llm_keywords": LOW,
     "core": LOW,
+    "later": set(),
     "native": {"errors", "files"},
     "attention": {"errors", "native"},
     "layers": {"errors", "attention", "native"},
@@ -88,13 +89,13 @@ def parsed(path):
 
 
 @cache
-def imports(path, *, module_level_only=False):
+def imports(path, *, module_level_only=False, with_types=False):
     """Dotted names imported by a file; relative imports are not used in this project."""
     tree = parsed(path)
     typing_only = {
         node
         for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test) and not with_types
         for node in ast.walk(block)
     }
     nodes = tree.body if module_level_only else [node for node in ast.walk(tree) if node not in typing_only]
@@ -124,16 +125,22 @@ def test_imports_only_go_downwards(path):
             assert not any(name.split(".")[0] == module for name in imports(path)), f"{module} belongs to {packages}"
 
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 70
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
+LONGER_FILES = {"layers/triton_recurrent.py", "views/explain.py"}
 # A third of it is its parameters, and Triton compiles a kernel from one function: parts would only pass them on.
-LONGER_FUNCTIONS = {f"attention/triton_kernels.py: {name}" for name in ("decode_kernel", "prefill_kernel")}
-LONGER_FUNCTIONS |= {"layers/triton_recurrent.py: chunk_kernel", "layers/triton_layers.py: rotate_and_store_kernel"}
+LONGER_FUNCTIONS = {
+    f"attention/triton_kernels.py: {name}" for name in ("decode_kernel", "prefill_kernel", "_prefill_tiles")
+}
+LONGER_FUNCTIONS |= {f"layers/triton_recurrent.py: {name}" for name in ("chunk_kernel", "step_kernel")}
+LONGER_FUNCTIONS |= {f"layers/triton_sampling.py: {name}" for name in ("_border", "smallest_kept_kernel")}
+LONGER_FUNCTIONS |= {"layers/triton_layers.py: rotate_and_store_kernel", "layers/triton_experts.py: experts_kernel"}
 
 
 @pytest.mark.parametrize("pattern", ["*.py", "*.cpp", "*.h"])
 def test_no_file_is_longer_than_one_reads_in_one_go(pattern):
     lengths = {str(path.relative_to(SRC)): len(path.read_text().splitlines()) for path in SRC.rglob(pattern)}
-    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+    longer = {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+    assert {name: length for name, length in longer.items() if name not in LONGER_FILES} == {}
 
 
 def test_no_function_is_longer_than_a_screen():
@@ -158,12 +165,12 @@ def modules():
 
 
 def import_graph():
-    """Module -> modules that it imports at any level, or names in a string to import them later."""
+    """Module -> modules that it imports at any level and for types, or names in a string to import them later."""
     known = modules().copy()
     del known["pagedcli"]  # the package itself holds __version__, and LLM for its users only
     graph = {}
     for name, path in known.items():
-        used = imports(path)
+        used = imports(path, with_types=True)
         # `from package import module` is an import of the module alone
         used -= {module.rpartition(".")[0] for module in used & known.keys()} - plain_imports(path)
         strings = {node.value for node in ast.walk(parsed(path))

@@ -9,8 +9,9 @@ from cli_harness import pagedcli, rows_of
 from pagedcli.answers.time import MOST_SIMULATED, in_prefix_order, time, with_hits_of_all
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.config import load_config
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import decide, model_folder
+from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime
 from pagedcli.simulation.caches import accesses_of, ideal_hit_rate

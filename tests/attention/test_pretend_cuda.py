@@ -15,7 +15,7 @@ from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.select import available_backends, select_backend
 from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
-from pagedcli.planning.decide import bucket_sizes
+from pagedcli.planning.features import bucket_sizes
 from pagedcli.runner import loading
 from pagedcli.runner.cuda_graphs import GRAPH_TOKENS
 from pagedcli.runner.llm_engine import LLMEngine

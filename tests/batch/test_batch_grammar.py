@@ -17,7 +17,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
 from pagedcli.core.drafts import NgramDrafter
 from pagedcli.errors import ParameterError, RequestError
-from pagedcli.planning.decide import model_folder
+from pagedcli.models.hub import model_folder
 
 PERSON = {
     "type": "object",

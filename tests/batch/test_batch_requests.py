@@ -26,8 +26,8 @@ def parse(line, *, defaults=DEFAULTS, strict=False, parser=None):
 
 def checked_shape(document):
     row = BatchRow(Line(0, 1, b"", 0))
-    row.read_head(document, Columns())
-    row.check_head(document, Columns())
+    if (wrong := row.read_head(document, Columns())) is not None:
+        raise wrong
     return row.shape
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from pagedcli.batch.tokenizer import IncrementalDetokenizer, StopCheckers, StopStringChecker, Tokenizer, text_after
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ModelError, RequestError, UsageError
-from pagedcli.planning.decide import model_folder
+from pagedcli.models.hub import model_folder
 from pagedcli.sampling_params import SamplingParams
 
 CHAT = [{"role": "user", "content": "Hello!"}]

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer as Original
 from pagedcli import files
 from pagedcli.batch import gguf_tokenizer
 from pagedcli.batch.gguf_tokenizer import SPLITTINGS
+from pagedcli.batch.reasoning import find_format
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tool_calls import find_tool_format
 from pagedcli.errors import ModelError
 
 gguf = pytest.importorskip("gguf")
@@ -387,5 +389,5 @@ def test_300_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_pa
         tokenizer.decode([*ids, 0, 10**6])
         tokenizer.all_token_bytes(400)
         tokenizer.digest()
-        assert tokenizer.reasoning is tokenizer.tool_format is None
+        assert find_format(tokenizer) is find_tool_format(tokenizer) is None
     assert 50 < num_refused < 250

@@ -9,6 +9,7 @@ from batch_harness import BUILTIN, DEFAULTS, Harness, chain_model, row_of, with_
 from cli_harness import pagedcli, rows_of, with_keys
 
 from pagedcli.batch.parquet import ParquetRows
+from pagedcli.batch.reasoning import find_format
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.sampling_params import SamplingParams
@@ -115,7 +116,7 @@ def test_each_sample_has_its_own_and_usage_counts_all(think):
 
 
 def test_without_marks_in_the_vocabulary_or_outside_a_chat_nothing_changes(think, harmony):
-    assert Tokenizer(BUILTIN).reasoning is None
+    assert find_format(Tokenizer(BUILTIN)) is None
     text = "<think>Two</think>Four."
     assert parts(row_of(think, "Hi\n", text, has_marks=False)) == (None, text)
     assert parts(row_of(Tokenizer(BUILTIN), "Hi\n", text)) == (None, text)

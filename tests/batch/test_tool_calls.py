@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.batch.tool_calls import ChannelCalls
+from pagedcli.batch.tool_calls import ChannelCalls, find_tool_format
 
 NUMBERS = {"days": {"type": "integer"}, "scale": {"type": "number"}, "dry": {"type": "boolean"}}
 PROPERTIES = {"city": {"type": "string"}, "extra": {"anyOf": [{"type": "object"}, {"type": "null"}]}, **NUMBERS}
@@ -322,7 +322,7 @@ def test_nothing_is_read_without_tools_or_marks_or_outside_a_chat(tokenizer_with
     left = row_of(tokenizer, "Hi\n", output, tools=TOOLS, parse_tool_calls=False)
     assert (left["text"], left.get("tool_calls")) == (output, None)
     assert row_of(Tokenizer(BUILTIN), "Hi\n", output, tools=TOOLS)["text"] == output
-    assert Tokenizer(BUILTIN).tool_format is None
+    assert find_tool_format(Tokenizer(BUILTIN)) is None
 
 
 def test_calls_follow_reasoning_and_a_stop_string_cuts_the_text(tokenizer_with):
@@ -346,7 +346,7 @@ def test_a_call_ends_an_open_reasoning_of_a_row_with_tools(tokenizer_with):
 
 
 def test_harmony_needs_its_channels(tokenizer_with):
-    assert isinstance(tokenizer_with(HARMONY).tool_format, ChannelCalls)
+    assert isinstance(find_tool_format(tokenizer_with(HARMONY)), ChannelCalls)
     row = row_of(tokenizer_with(HARMONY), "Hi<|start|>assistant", f"{HEADER}{{}}<|call|>", tools=None)
     assert row["text"].startswith("commentary to=functions.weather")
 

@@ -6,8 +6,9 @@ from pagedcli.batch.prompts import open_tokenizer
 from pagedcli.bench.calibration import _Measurement, _Prompts, _usual, calibrate, calibration_config
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import decide, model_folder
+from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepWork
 from pagedcli.runner.llm_engine import LLMEngine

@@ -109,9 +109,10 @@ def test_every_family_that_people_ask_for_is_judged_by_its_config_alone(family, 
 
 def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeypatch):
     from pagedcli.cli.doctor import _instruction_notes
-    from pagedcli.native import processor
 
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"}))
+    monkeypatch.setattr(
+        "pagedcli.cli.doctor.processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"})
+    )
     notes = _instruction_notes()
     assert "matrix instructions of the processor: amx_tile, avx512_fp16, fma" in notes[0]
     assert len(notes) == 1 or notes[1].startswith("native library: ")

@@ -13,7 +13,7 @@ from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from conftest import shared_data
 
 from pagedcli.config import EngineConfig
-from pagedcli.planning.decide import model_folder
+from pagedcli.models.hub import model_folder
 
 # ---------------------------------------------------------------------- good runs
 

@@ -17,8 +17,8 @@ def write_rows(path, num_rows, **fields):
 
 def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
     tried = []
-    monkeypatch.setattr("pagedcli.answers.time.MOST_IN_FULL", 6000)
-    monkeypatch.setattr("pagedcli.answers.time.SAMPLED", 2000)
+    monkeypatch.setattr("pagedcli.cli.plan.MOST_IN_FULL", 6000)
+    monkeypatch.setattr("pagedcli.cli.plan.SAMPLED", 2000)
     from pagedcli.answers import cures
 
     real = cures.cures
@@ -27,7 +27,7 @@ def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
         tried.append((len(subject.workload.requests), subject.left_out))
         return real(subject, **given)
 
-    monkeypatch.setattr("pagedcli.answers.cures.cures", watched)
+    monkeypatch.setattr("pagedcli.cli.cures.cures", watched)
     found = json.loads(
         pagedcli("plan", write_rows(tmp_path / "in.jsonl", 800), "--no-calibrate", "--format", "json").stdout
     )
@@ -39,7 +39,7 @@ def test_trials_for_a_long_file_use_a_sample(tmp_path, monkeypatch):
 
 def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
     """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
-    monkeypatch.setattr("pagedcli.answers.time.MOST_SIMULATED", 100)
+    monkeypatch.setattr("pagedcli.cli.plan.MOST_SIMULATED", 100)
     path = write_rows(tmp_path / "in.jsonl", 600, max_tokens=200)
     found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
         "forecast"

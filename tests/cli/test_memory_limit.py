@@ -10,8 +10,9 @@ import pytest
 
 from pagedcli.answers.fits import fits, would_fit
 from pagedcli.config import EngineConfig
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import decide, model_folder
+from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_host
 from pagedcli.process import shortage
 

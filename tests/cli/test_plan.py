@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import PrefixRows, unit_digests
+from pagedcli.core.prefixes import unit_digests
 from pagedcli.errors import BackendError
 from pagedcli.planning import step_time
-from pagedcli.planning.prompt_survey import PromptSurvey, percentile
+from pagedcli.planning.prompt_survey import PrefixRows, PromptSurvey, percentile
 from pagedcli.runner.llm_engine import LLMEngine
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -141,7 +141,7 @@ def test_the_prompts_of_a_shared_prefix_are_the_first_that_begin_with_it(seed):
 
 
 def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.prefixes._MIN_RECENT", 3)
+    monkeypatch.setattr("pagedcli.planning.prompt_survey._MIN_RECENT", 3)
     index = PrefixRows()
     prompts = [[token, *range(100)] for token in range(20)]
     for row, prompt in enumerate(prompts):

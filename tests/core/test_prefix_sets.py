@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import BLOCK_SIZES, PrefixRows, SeenPrefixes, num_equal
+from pagedcli.core.prefixes import BLOCK_SIZES, SeenPrefixes, num_equal
+from pagedcli.planning.prompt_survey import PrefixRows
 
 
 def test_rows_of_prefixes_keep_the_row_that_was_added(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.prefixes._MIN_RECENT", 1000)
+    monkeypatch.setattr("pagedcli.planning.prompt_survey._MIN_RECENT", 1000)
     known, rng = PrefixRows(), random.Random(1)
     digests = [rng.randrange(2**64) for _ in range(40_000)]
     for row in range(400):

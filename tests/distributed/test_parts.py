@@ -19,7 +19,7 @@ from pagedcli.distributed.merge import merge_parts
 from pagedcli.distributed.parts import PartFolder, weigh_rows
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.planning.decide import model_folder
+from pagedcli.models.hub import model_folder
 
 FLAGS = {
     "sampling.max_tokens": 6,

@@ -8,8 +8,8 @@ from linear_harness import rounded_by_32
 
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.formats import padded_rows
-from pagedcli.models.gguf.blocks import coded, numbers
 from pagedcli.models.gguf.types import TYPES
+from pagedcli.models.gguf.weights import numbers
 
 QUANTIZED = {kind.name: kind for kind in TYPES.values() if not kind.is_float}
 
@@ -23,7 +23,7 @@ def made(kind, rows, columns, seed=0):
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_are_those_of_the_numbers_of_the_file(kind, gated, library):
     raw = made(kind, 70, 768)
-    linear = NativeLinear(library, coded(raw, kind), gated=gated, dtype=torch.float32)
+    linear = NativeLinear(library, kind.read({"weight": raw}), gated=gated, dtype=torch.float32)
     weight = numbers(raw, kind, torch.float32).double()
     for num_tokens in (1, 5, 6, 40):
         x = torch.randn(num_tokens, 768, generator=torch.Generator().manual_seed(num_tokens))
@@ -39,7 +39,7 @@ def test_products_are_those_of_the_numbers_of_the_file(kind, gated, library):
 def test_rows_are_read_back_exactly(kind, library):
     raw = made(kind, 70, 512)
     for dtype in (torch.float32, torch.bfloat16):
-        linear = NativeLinear(library, coded(raw, kind), dtype=dtype)
+        linear = NativeLinear(library, kind.read({"weight": raw}), dtype=dtype)
         rows = torch.tensor([0, 31, 69, 32, 5])
         assert torch.equal(linear.weight_rows(rows), numbers(raw, kind, torch.float32)[rows].to(dtype))
         assert linear.nbytes == padded_rows(70, "cpu") * 512 // 256 * kind.packed
@@ -49,7 +49,7 @@ def test_rows_are_read_back_exactly(kind, library):
 
 @pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
 def test_a_row_is_the_same_bits_in_any_company(kind, library):
-    linear = NativeLinear(library, coded(made(kind, 70, 512), kind), dtype=torch.float32)
+    linear = NativeLinear(library, kind.read({"weight": made(kind, 70, 512)}), dtype=torch.float32)
     x = torch.randn(100, 512, generator=torch.Generator().manual_seed(0))
     whole = linear(x)  # few rows, two passes and many rows are read in different ways
     for first, end in ((0, 1), (98, 100), (3, 10), (40, 72), (5, 85)):
@@ -62,7 +62,7 @@ def test_a_layer_may_have_parts_of_different_types(library):
     bias = torch.randn(79, generator=torch.Generator().manual_seed(0))
     biases = bias.split([40, 32, 7])
     parts = [
-        NativeLinear(library, coded(raw, kind), own, dtype=torch.float32)
+        NativeLinear(library, kind.read({"weight": raw}), own, dtype=torch.float32)
         for raw, kind, own in zip(raws, kinds, biases, strict=True)
     ]
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(1))

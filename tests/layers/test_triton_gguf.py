@@ -7,8 +7,8 @@ from gguf_files import gguf, random_blocks
 from interpreter import interpreted
 from quantized_zoo import exact_activations
 
-from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.types import TYPES
+from pagedcli.models.gguf.weights import numbers
 
 pytest.importorskip("triton")
 IN_TRITON = [number for number, kind in TYPES.items() if kind.in_triton]

@@ -10,8 +10,8 @@ from gguf_files import random_blocks
 from pagedcli.errors import ModelError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.formats import padded_rows
-from pagedcli.models.gguf.blocks import coded, numbers
 from pagedcli.models.gguf.types import REFUSED, TYPES
+from pagedcli.models.gguf.weights import numbers
 
 gguf = pytest.importorskip("gguf")
 
@@ -55,7 +55,7 @@ def test_numbers_are_made_on_the_device_of_their_bytes(number):
 
 @pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if not kind.is_float])
 def test_scales_that_are_products_are_equal_to_them(number):
-    weight = coded(torch.from_numpy(blocks(TYPES[number], 16, 8)), TYPES[number])
+    weight = TYPES[number].read({"weight": torch.from_numpy(blocks(TYPES[number], 16, 8))})
     assert int(weight.codes.max()) < 1 << weight.bits
     if weight.steps is None:
         assert TYPES[number].block == 32 or TYPES[number].name.startswith("TQ")
@@ -74,7 +74,7 @@ def test_a_packed_weight_takes_the_bytes_of_the_table_and_keeps_every_number(lib
     kind, rows = TYPES[number], 40
     raw = torch.from_numpy(random_blocks(gguf.GGMLQuantizationType(number), rows, 512, np.random.default_rng(number)))
     raw = raw.reshape(rows, -1, kind.num_bytes)
-    layer = NativeLinear(library, coded(raw, kind), dtype=torch.float32)
+    layer = NativeLinear(library, kind.read({"weight": raw}), dtype=torch.float32)
     assert layer.packed_bytes == padded_rows(rows, "cpu") * 512 * kind.packed // 256
     assert torch.equal(layer.weight_rows(torch.arange(rows)), numbers(raw, kind, torch.float32))
 

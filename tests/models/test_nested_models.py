@@ -16,8 +16,8 @@ from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import load_backend
 from pagedcli.errors import ModelError
-from pagedcli.models.blocks import query_scales
 from pagedcli.models.reading import read_spec
+from pagedcli.models.rope_tables import query_scales
 from pagedcli.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pagedcli.layers.basic import ACTIVATIONS, add_rms_norm, rms_norm, rotary_rows, rotate, split_heads
-from pagedcli.models.blocks import inverse_frequencies, rope_table
 from pagedcli.models.rope import RopeSpec, read_rope_spec
+from pagedcli.models.rope_tables import inverse_frequencies, rope_table
 
 HEAD_DIM = 64
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}

@@ -19,10 +19,10 @@ from pagedcli.errors import MissingModelError, ModelError
 from pagedcli.models.families.registry import FAMILIES
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.hub import resolve_model
+from pagedcli.models.lengths import resolve_max_model_len
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope import RopeSpec
-from pagedcli.planning.decide import resolve_max_model_len
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

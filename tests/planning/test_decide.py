@@ -14,7 +14,6 @@ from model_zoo import cached_model, tiny_model
 from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.reading import read_spec
-from pagedcli.planning import decide as decisions
 from pagedcli.planning import machine
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import Gpu, Machine, described_gpu
@@ -187,7 +186,7 @@ def test_models_with_recurrent_state_need_triton_on_a_gpu(tmp_path_factory, monk
         plan = decide(EngineConfig(device=device), spec, gpu_machine()).plan
         assert plan.limits.state_bytes == spec.state_bytes(4)
     assert plan.graph_sizes
-    monkeypatch.setattr(decisions, "fused_layers", lambda: None)
+    monkeypatch.setattr("pagedcli.planning.features.fused_layers", lambda: None)
     assert decide(EngineConfig(), spec, gpu_machine()).plan == plan, "a described machine has all software"
     here = replace(gpu_machine(), is_here=True)
     with pytest.raises(ConfigError, match="recurrent state, whose kernels on cuda:0 need Triton"):

@@ -10,7 +10,7 @@ from model_zoo import tiny_model
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import bucket_sizes, why_no_graphs
+from pagedcli.planning.features import bucket_sizes, why_no_graphs
 from pagedcli.runner import cuda_graphs
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.llm_engine import LLMEngine

@@ -6,7 +6,6 @@ import weakref
 from dataclasses import replace
 
 import pytest
-import torch
 from bit_settings import by_default
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
@@ -17,7 +16,7 @@ from pagedcli.attention.select import REGISTRY
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, PagedcliError, RequestError
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import resolve_max_num_batched_tokens
+from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu, described_host
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -84,7 +83,7 @@ def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(fami
     machine = described_host(2**36) if gib is None else described_gpu(gib * 2**30)
 
     def resolve(**config):
-        return resolve_max_num_batched_tokens(EngineConfig(**config), spec, machine, torch.bfloat16)
+        return decide(EngineConfig(dtype="bfloat16", **config), spec, machine).plan.limits.max_num_batched_tokens
 
     assert resolve() == expected
     assert resolve(max_num_seqs=30000) == 30000

@@ -12,20 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from pagedcli.answers.divergence import Divergence, divergences
 from pagedcli.answers.hits import Hits, OutOfTimeError, hits
 from pagedcli.answers.time import Forecast
 from pagedcli.answers.time import time as forecast
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.limits import Limits
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import capitalized, duration_text, percent_text
 from pagedcli.simulation.settings import BLOCK_SIZE, CACHING, KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
 from pagedcli.simulation.turns import Turns
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
 
 CURES_S = 30.0  # seconds of trials in commands that only look at a run
 MOST = 3
@@ -147,7 +144,7 @@ def cures(
     subject: Subject | None,
     *,
     prompts: PromptSample | None = None,
-    tokenizer: "Tokenizer | None" = None,
+    tokenizer: Tokenizer | None = None,
     block_size: int = 0,
     rates_in_file: Mapping[int, float] = MappingProxyType({}),
     base: Forecast | None = None,

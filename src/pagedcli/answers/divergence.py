@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import RequestError
 from pagedcli.planning import differences as diff
@@ -33,9 +34,6 @@ from pagedcli.planning.equal_runs import (
 )
 from pagedcli.planning.prompt_sample import Prompt, PromptSample
 from pagedcli.printable import plural
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
 
 LEAST_SHARE = 0.05  # smallest share of the prompts that makes a finding
 LEAST_PROMPTS = 3
@@ -428,7 +426,7 @@ class Finder:
 def divergences(
     drawn: PromptSample,
     block_size: int,
-    tokenizer: "Tokenizer | None",
+    tokenizer: Tokenizer | None,
     *,
     rates_in_file: Mapping[int, float] = MappingProxyType({}),
 ) -> list[Divergence]:

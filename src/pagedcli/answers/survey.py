@@ -10,20 +10,28 @@ from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagedcli.answers.time import time
+from pagedcli.batch.grammar import Grammars
+from pagedcli.batch.line_sample import About, LineSample
+from pagedcli.batch.lines import Line
+from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
+from pagedcli.batch.requests import BatchRow
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
+from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError, UsageError
+from pagedcli.models.gguf.header import is_gguf
+from pagedcli.models.hub import check_files, model_folder
+from pagedcli.models.reading import read_spec
+from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.prompt_survey import PromptSurvey
+from pagedcli.planning.step_time import load_step_time
+from pagedcli.simulation.requests import work_of
+from pagedcli.simulation.sources import PromptRequests
 
 if TYPE_CHECKING:
-    from pagedcli.batch.line_sample import About, LineSample
-    from pagedcli.batch.lines import Line
-    from pagedcli.batch.requests import BatchRow
-    from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.core.limits import Limits
-    from pagedcli.models.spec import ModelSpec
     from pagedcli.planning.decision import Decision
-    from pagedcli.simulation.sources import PromptRequests
 
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
@@ -32,10 +40,10 @@ MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 class PromptScan:
     """One pass over a prompt file."""
 
-    spec: "ModelSpec | None"  # None: a tokenizer's folder without config.json
+    spec: ModelSpec | None  # None: a tokenizer's folder without config.json
     max_model_len: int | None  # tokens
     plan: PromptSurvey
-    tokenizer: "Tokenizer"
+    tokenizer: Tokenizer
     drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they diverge
     num_rows: int = 0
     num_deduplicated: int = 0  # rows left out because an equal one answers them (--deduplicate)
@@ -66,20 +74,15 @@ class PromptScan:
     def num_valid(self) -> int:
         return self.num_rows - self.num_bad
 
-    def refuse(self, row: "BatchRow", error: RequestError) -> None:
+    def refuse(self, row: BatchRow, error: RequestError) -> None:
         self.bad_codes[error.code] += 1
         if len(self.bad_rows) < MAX_LISTED:
             what = {"code": error.code, "message": error.message}
             self.bad_rows.append({"line": row.line.number, "id": row.id, **what})
 
 
-def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, ModelSpec | None]":
+def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> tuple[Path, ModelSpec | None]:
     """The tokenizer's folder and its model; None for a folder with only a tokenizer."""
-    from pagedcli.models.gguf.header import is_gguf
-    from pagedcli.models.hub import check_files
-    from pagedcli.models.reading import read_spec
-    from pagedcli.planning.decide import model_folder
-
     engine = loaded.config.engine
     if tokenizer is not None and not tokenizer.exists():
         raise UsageError(f"--tokenizer: there is no folder {tokenizer}", hint="name a folder with a tokenizer.json")
@@ -94,14 +97,14 @@ def scan_prompts(
     loaded: LoadedConfig,
     input_name: str,
     folder: Path,
-    spec: "ModelSpec | None",
+    spec: ModelSpec | None,
     *,
-    limits: "Limits | None" = None,
-    requests: "PromptRequests | None" = None,
-    lines: "Iterable[Line] | None" = None,
-    tokenizer: "Tokenizer | None" = None,
+    limits: Limits | None = None,
+    requests: PromptRequests | None = None,
+    lines: Iterable[Line] | None = None,
+    tokenizer: Tokenizer | None = None,
     drawn: PromptSample | None = None,
-    observe: "Callable[[Line], None]" = lambda line: None,
+    observe: Callable[[Line], None] = lambda line: None,
 ) -> PromptScan:
     """Survey the prompts of a file, or of only these of its lines, and count the rows that a run would refuse.
 
@@ -109,9 +112,6 @@ def scan_prompts(
     `observe` receives each line as it is read.
     Changes: adds every good row to `requests` and `drawn`. Raises: PagedcliError.
     """
-    from pagedcli.batch.grammar import Grammars
-    from pagedcli.batch.prompts import check_defaults, limits_without_pool, open_prompts
-
     engine = loaded.config.engine
     check_defaults(loaded.config.sampling)
     without_pool = limits_without_pool(engine, spec)
@@ -155,26 +155,22 @@ class FirstAnswer:
     """What a sample lets expect of a file."""
 
     scan: PromptScan  # of the sample
-    rows: "About"
-    prompt_tokens: "About"
+    rows: About
+    prompt_tokens: About
     hit_rate: float | None = None  # lower bound, as more rows have more beginnings in common; None: there is no engine
     time_range_s: tuple[float, float, float] | None = None  # seconds, likely, least and most; None: no calibration
 
 
 def first_answer(
     loaded: LoadedConfig,
-    sample: "LineSample",
+    sample: LineSample,
     folder: Path,
-    spec: "ModelSpec | None",
+    spec: ModelSpec | None,
     decision: "Decision | None",
-    requests: "PromptRequests",
+    requests: PromptRequests,
 ) -> FirstAnswer | None:
     """What the sample lets expect. `requests` is empty, and receives those of the sample; `decision`: the engine, if a
     block fits. None: no row of the sample is valid."""
-    from pagedcli.answers.time import time
-    from pagedcli.planning.step_time import load_step_time
-    from pagedcli.simulation.requests import work_of
-
     limits = None if decision is None else decision.expected_plan.limits
     scan = scan_prompts(loaded, "", folder, spec, limits=limits, requests=requests, lines=sample)
     if not requests.workload.requests:

@@ -23,7 +23,7 @@ from pagedcli.errors import UsageError
 from pagedcli.printable import one_line, plural
 from pagedcli.show.panels import hit_lines, percent, work_lines
 from pagedcli.show.step_tables import group_table
-from pagedcli.trace.state import SeqState
+from pagedcli.trace.seq_state import SeqState
 from pagedcli.views.conditions import fields, grammar
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import unknown_request

@@ -16,7 +16,8 @@ from pagedcli.events import EngineStarted, Event, StepScheduled
 from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import EventList, EventSource, pool_fold
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Landmark, Moment, Replay, landmark
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.stats import StepSeries

@@ -12,7 +12,7 @@ from pagedcli.events import WAITING_WORDS
 from pagedcli.printable import one_line, plural
 from pagedcli.records import text as as_text
 from pagedcli.show.panels import block_ids_text, why_waiting
-from pagedcli.trace.state import SeqState
+from pagedcli.trace.seq_state import SeqState
 from pagedcli.views.cache_groups import block_group_words
 from pagedcli.views.conditions import Condition, fields, parse
 from pagedcli.views.moment import Moment

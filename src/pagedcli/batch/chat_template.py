@@ -4,6 +4,7 @@ Used by batch.tokenizer. A template that cannot multiply text is rendered in thi
 """
 
 import ctypes
+import importlib
 import json
 import os
 import pickle
@@ -26,6 +27,7 @@ import msgspec
 
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.files import read_whole
+from pagedcli.later import chat_template_utils, jinja2, transformers
 
 MAX_TEMPLATE_BYTES = 2**20
 MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
@@ -74,14 +76,12 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        from transformers import PreTrainedTokenizerBase
-
         self.clock: datetime | None = None
         self._tokenizer = tokenizer
         self._limit = TimeLimit(_MAX_RENDER_S)
         self._apart = _TemplateProcess()
         own = type(tokenizer).apply_chat_template  # a tokenizer that comes as code may have a method of its own
-        self._renders_itself = own is not PreTrainedTokenizerBase.apply_chat_template
+        self._renders_itself = own is not transformers.PreTrainedTokenizerBase.apply_chat_template
 
     def check(self, template: str) -> None:
         """Raises: UsageError if a text is no template, or exceeds a limit with a chat of one word."""
@@ -192,10 +192,8 @@ def _num_shown(text: str, parts: list[dict[str, Any]]) -> int:
 
 def _rendered(messages: list[dict[str, Any]], variables: dict[str, Any], clock: datetime | None) -> str:
     """The text of a conversation without bounds. Raises: _NoTemplateError, or what the template raises."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     _environment(variables["chat_template"]).globals["strftime_now"] = (clock or datetime.now()).strftime
-    found: Any = render_jinja_template([messages], **variables)
+    found: Any = chat_template_utils.render_jinja_template([messages], **variables)
     return str(found[0][0])
 
 
@@ -303,12 +301,9 @@ def _check_length(num_characters: int) -> None:
 @lru_cache(maxsize=64)
 def _environment(template: str) -> Any:
     """The environment in which transformers renders a template. Raises: _NoTemplateError."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     try:
-        return _compile_jinja_template(template).environment
-    except TemplateSyntaxError as error:
+        return chat_template_utils._compile_jinja_template(template).environment
+    except jinja2.TemplateSyntaxError as error:
         raise _NoTemplateError(f"line {error.lineno}: {error.message}") from error
 
 
@@ -329,8 +324,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reads, writes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # A library that prints would spoil the answers.
-    import transformers.utils.chat_template_utils  # noqa: F401  # before the memory is limited
-
+    importlib.import_module("transformers.utils.chat_template_utils")  # before the memory is limited
     _limit_memory(int(sys.argv[1]))
     while True:
         try:
@@ -379,14 +373,13 @@ def is_plain(template: str) -> bool:
     A plain template has the syntax listed here, and adds to a variable only what the conversation contains and at most
     one variable that grows. Its output is bounded by _joined, its loops by a TimeLimit.
     """
-    from jinja2 import Environment, TemplateError, nodes
-
+    nodes = jinja2.nodes
     if len(template) > MAX_TEMPLATE_BYTES:
         return False
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
         every = list(tree.find_all(nodes.Node))
-    except (TemplateError, RecursionError):
+    except (jinja2.TemplateError, RecursionError):
         return False
     targets = [
         (each.target, each.node if isinstance(each, nodes.Assign) else each.iter)
@@ -415,8 +408,7 @@ def is_plain(template: str) -> bool:
 
 
 def _is_plain_node(node: Any) -> bool:
-    from jinja2 import nodes
-
+    nodes = jinja2.nodes
     match node:
         case nodes.Filter():
             return node.name in _FILTERS or (node.name in _ESCAPING and not (node.args or node.kwargs))
@@ -439,9 +431,7 @@ def _within(node: Any, kinds: Any) -> list[Any]:
 
 def _names(node: Any) -> list[str]:
     """The variables in an expression, each as often as it is there."""
-    from jinja2 import nodes
-
-    return [each.name for each in _within(node, (nodes.Name, nodes.NSRef))]
+    return [each.name for each in _within(node, (jinja2.nodes.Name, jinja2.nodes.NSRef))]
 
 
 class TimeLimit:

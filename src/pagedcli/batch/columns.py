@@ -12,7 +12,7 @@ import msgspec
 
 from pagedcli.batch.column_template import ColumnTemplate
 from pagedcli.config import InputFormat, RunConfig
-from pagedcli.errors import RequestError, UsageError
+from pagedcli.errors import UsageError
 
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 OutputKind = Literal["jsonl", "csv", "parquet"]
@@ -138,10 +138,10 @@ class Columns:
         left_out = {*self.ids, *self.reserved, INVALID_ROW}
         return {name: value for name, value in document.items() if name not in left_out}
 
-    def check_line(self, document: dict[str, Any]) -> None:
-        """Raises: RequestError if a column to copy has the name of an output column."""
-        if self.keep_all and (taken := sorted((document.keys() - set(self.ids)) & self.reserved)):
-            raise RequestError("reserved_column", collision(taken[0]))
+    def taken(self, document: dict[str, Any]) -> str | None:
+        """A column of the line that its row cannot copy, as an output column has its name."""
+        taken = (document.keys() - set(self.ids)) & self.reserved if self.keep_all else ()
+        return min(taken, default=None)
 
     def check_found(self, names: set[str]) -> None:
         """Raises: UsageError if a column to copy is not among those of the input."""

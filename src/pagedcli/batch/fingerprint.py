@@ -19,6 +19,7 @@ from pagedcli.config import Config, EngineConfig
 from pagedcli.config_keys import keys_of
 from pagedcli.errors import BackendError, UsageError
 from pagedcli.models.hub import weight_files
+from pagedcli.native.build import instructions, load_library
 
 _ALWAYS = (
     *("pagedcli", "model", "model files", "dtype", "quantization", "kv_cache_dtype", "load_format", "max_model_len"),
@@ -88,7 +89,6 @@ def kernel_fingerprint(engine: EngineConfig) -> dict[str, str]:
 
     Raises: ConfigError if there is no such device.
     """
-    from pagedcli.native.build import instructions, load_library
     from pagedcli.planning.decide import resolve_device
     from pagedcli.planning.machine import this_machine
 

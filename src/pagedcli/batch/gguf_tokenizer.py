@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pagedcli.content_files import ContentFolder, DamagedFile, digest_of
 from pagedcli.errors import ModelError, UsageError
 from pagedcli.files import cache_home, is_ours_alone
+from pagedcli.later import transformers
 from pagedcli.models.gguf.header import Header
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -106,12 +107,10 @@ def gguf_tokenizer(header: Header) -> Any:
 
     Raises: ModelError for a kind of tokenizer or splitting that is not known, or damaged lists.
     """
-    from transformers import PreTrainedTokenizerFast
-
     made = _Made(header)
     special = {f"{name}_token": made.named(name) for name in ("bos", "eos", "unknown", "padding")}
     renamed = {"unknown_token": "unk_token", "padding_token": "pad_token"}
-    found = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    found = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=_Uncopied(made.tokenizer()),
         chat_template=made.template,
         clean_up_tokenization_spaces=False,

@@ -13,10 +13,10 @@ import numpy as np
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.sequence import TokenMask
 from pagedcli.errors import RequestError
+from pagedcli.later import llguidance
 from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 _MAX_KEPT = 16  # compiled grammars: lines of one file mostly share a few
@@ -35,7 +35,7 @@ class GrammarGuide:
 
     __slots__ = ("_allowed_tokens", "_masks", "_matcher", "error")
 
-    def __init__(self, matcher: "LLMatcher", allowed_tokens: TokenMask, masks: "_Masks") -> None:
+    def __init__(self, matcher: "llguidance.LLMatcher", allowed_tokens: TokenMask, masks: "_Masks") -> None:
         self._matcher = matcher
         self._masks = masks
         self._allowed_tokens: TokenMask | None = allowed_tokens  # None: not known since the last token
@@ -73,15 +73,13 @@ class _Masks:
     """Finds which tokens may come next in many texts at once, on several threads."""
 
     def __init__(self, vocab_size: int, end_token_ids: Iterable[int]) -> None:
-        from llguidance import LLExecutor
-
-        self._executor = LLExecutor()
+        self._executor = llguidance.LLExecutor()
         self._ends = np.zeros(-(-vocab_size // 32), dtype=np.uint32)  # a bit per token id, as all masks
         for token_id in end_token_ids:
             self._ends[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._with_ends = np.flatnonzero(self._ends)
 
-    def of(self, matchers: "list[LLMatcher]") -> tuple[np.ndarray[Any, np.dtype[np.uint32]], list[bool]]:
+    def of(self, matchers: "list[llguidance.LLMatcher]") -> tuple[np.ndarray[Any, np.dtype[np.uint32]], list[bool]]:
         """Masks [G, V / 32], and for each whether only end tokens are in it."""
         words = np.empty((len(matchers), len(self._ends)), dtype=np.uint32)
         of_rows = [(matcher, row) for row, matcher in enumerate(matchers)]
@@ -124,7 +122,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._end_token_ids = sorted(end_token_ids)
         self._vocab_size = vocab_size
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: llguidance.LLTokenizer | None = None
         self._masks: _Masks | None = None
         self._compiled = lru_cache(maxsize=_MAX_KEPT)(self._compile)
 
@@ -146,23 +144,19 @@ class Grammars:
         masks = self._masks = self._masks or _Masks(self._vocab_size, self._end_token_ids)
         return Guides(lambda: GrammarGuide(matcher.deep_copy(), allowed_tokens, masks))
 
-    def _compile(self, grammar: str, kind: str) -> "tuple[LLMatcher, bytes]":
+    def _compile(self, grammar: str, kind: str) -> "tuple[llguidance.LLMatcher, bytes]":
         """A matcher at its start, and the tokens that it allows there."""
-        from llguidance import LLMatcher, LLParserLimits
-
         self._vocabulary = self._vocabulary or self._new_vocabulary()
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         allowed_tokens = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(f"invalid_{kind}", f"the {kind} cannot be used: {_one_line(matcher.get_error())}")
         return matcher, allowed_tokens
 
-    def _new_vocabulary(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._end_token_ids[0], self._vocab_size))
-        return LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
+    def _new_vocabulary(self) -> "llguidance.LLTokenizer":
+        wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._end_token_ids[0], self._vocab_size))
+        return llguidance.LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
 
 
 class _Vocabulary:
@@ -202,32 +196,30 @@ class _Vocabulary:
 
 def _grammar(structure: StructuredOutputsParams) -> str:
     """A request's grammar in llguidance's format."""
-    from llguidance import LLMatcher, regex_to_lark
-
     _check_size(structure)
     if structure.regex is not None:
         # \d as in JSON Schema: 0 to 9, not the 600 digits of Unicode; llguidance does not accept an empty pattern
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(structure.regex, 'd') or '()'}/")
+        return llguidance.LLMatcher.grammar_from_lark(
+            f"start: /{llguidance.regex_to_lark(structure.regex, 'd') or '()'}/"
+        )
     if structure.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structure.choice)))
+        return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structure.choice)))
     if structure.grammar is not None:
-        return LLMatcher.grammar_from_lark(structure.grammar)
+        return llguidance.LLMatcher.grammar_from_lark(structure.grammar)
     schema = {"type": "object"} if structure.json is None else structure.json
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         _check_schema(text)
-        return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE, overrides={"lenient": False})
+        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE, overrides={"lenient": False})
     except (ValueError, RecursionError) as error:
         raise RequestError("invalid_schema", f"the schema cannot be used: {_one_line(str(error))}") from error
 
 
 def check_grammar(params: SamplingParams) -> None:
     """Raises: RequestError if the grammar of a whole run cannot be compiled; needs no vocabulary."""
-    from llguidance import LLMatcher
-
     if params.structure is None:
         return
-    problem = LLMatcher.validate_grammar(_grammar(params.structure))
+    problem = llguidance.LLMatcher.validate_grammar(_grammar(params.structure))
     if problem:
         kind = params.structure.kind
         raise RequestError(f"invalid_{kind}", f"the {kind} cannot be used: {_one_line(problem)}")

@@ -24,14 +24,7 @@ from pagedcli.batch.journal import (
 )
 from pagedcli.batch.lines import InputScan, LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
-from pagedcli.batch.prompts import (
-    BatchOptions,
-    KeptColumns,
-    batch_options,
-    check_defaults,
-    open_source,
-    open_tokenizer,
-)
+from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, check_defaults, open_source, open_tokenizer
 from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import RowWriter
@@ -42,6 +35,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import METRICS, SUMMARY, TRACE, check_distinct, check_new, is_stream
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
 
 if TYPE_CHECKING:
@@ -165,8 +159,6 @@ class OpenJob:
         return self._tokenizer
 
     def load_tokenizer(self) -> None:
-        from pagedcli.planning.decide import model_folder
-
         config = self.job.loaded.config
         folder = model_folder(config.engine)
         # a broken config.json is refused as such, before transformers blames the tokenizer

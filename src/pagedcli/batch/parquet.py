@@ -19,6 +19,8 @@ from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
 from pagedcli.batch.rows import Row, Rows, marked_of
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.later import parquet as pq
+from pagedcli.later import pyarrow as pa
 
 _READ_ROWS = 1024  # converted to Python at a time
 _ROW_GROUP_ROWS = 16_384
@@ -76,8 +78,6 @@ class ParquetSource(LineSource):
 
     def batches(self, columns: list[str] | None = None) -> Iterator[Any]:
         """pyarrow.RecordBatch, with all columns by default. Raises: PagedcliError if the file is damaged."""
-        import pyarrow as pa
-
         for path in self._paths:
             try:
                 with _open_parquet(path) as file:
@@ -87,9 +87,6 @@ class ParquetSource(LineSource):
 
 
 def _open_parquet(path: Path) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         return pq.ParquetFile(path)
     except OSError as error:
@@ -116,8 +113,6 @@ def _values(name: str, column: Any) -> list[Any]:
 
     Raises: UsageError if a nested column has such times.
     """
-    import pyarrow as pa
-
     type_, wrong = _in_microseconds(column.type), (pa.ArrowException, ValueError, OverflowError)
     values: list[Any]
     try:
@@ -131,8 +126,6 @@ def _values(name: str, column: Any) -> list[Any]:
 
 def _in_microseconds(type_: Any) -> Any:
     """The type with microseconds for nanoseconds, which to_pylist reads with pandas only, and then as its objects."""
-    import pyarrow as pa
-
     if getattr(type_, "unit", "") == "ns":
         coarse = pa.time64("us") if pa.types.is_time(type_) else pa.duration("us")
         return pa.timestamp("us", type_.tz) if pa.types.is_timestamp(type_) else coarse
@@ -175,9 +168,6 @@ class ParquetRows:
 
     def write(self, file: BinaryIO, rows: Rows) -> str:
         """Write `rows()` for the first rows of `carried` and in its order; see sinks.RowFormat."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
         if self.carried is None:
             groups = self._own_groups(rows, marked)
@@ -196,8 +186,6 @@ class ParquetRows:
 
     def _own_groups(self, rows: Rows, marked: frozenset[str]) -> Iterator[_Group]:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
-        import pyarrow as pa
-
         own = [("index", pa.int64()), ("id", pa.string())]
         kept = _kept_schema((row for _, row in rows()), self.columns, marked)
         schema = pa.schema([*own, *kept, *answer_schema(self.columns, marked)])
@@ -213,8 +201,6 @@ class ParquetRows:
     def _carried_groups(
         self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]
     ) -> Iterator[_Group]:
-        import pyarrow as pa
-
         names = self.carried_names
         schema = pa.schema([carried.schema.field(name) for name in names])
         waiting: list[Any] = []
@@ -235,8 +221,6 @@ class ParquetRows:
 
 def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]) -> Any:
     """Name and type of each copied column, from all rows. A column with values of several types becomes text."""
-    import pyarrow as pa
-
     types: dict[str, Any] = dict.fromkeys(columns.keep, pa.null())
     rows = iter(rows)
     while columns.copies and (some := [msgspec.json.decode(row) for row in islice(rows, _READ_ROWS)]):
@@ -252,8 +236,6 @@ def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]
 
 def answer_schema(columns: Columns | None = None, marked: frozenset[str] = frozenset()) -> Any:
     """The columns of an answer, with these that only some runs have. All are typed, even if no row has a value."""
-    import pyarrow as pa
-
     columns = columns or Columns()
     token_ids = [("token_ids", pa.list_(pa.int32()))] if columns.token_ids else []
     numbers = [(name, pa.float64() if name.endswith("_s") else pa.int64()) for name in METRICS]
@@ -298,8 +280,6 @@ def answer_schema(columns: Columns | None = None, marked: frozenset[str] = froze
 
 def columns_of(answers: list[dict[str, Any]], schema: Any) -> list[Any]:
     """pyarrow arrays of the fields of a schema."""
-    import pyarrow as pa
-
     return [pa.array([_as_text(answer.get(each.name), each.type) for answer in answers], each.type) for each in schema]
 
 

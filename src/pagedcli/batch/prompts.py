@@ -36,6 +36,7 @@ from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.core.admission import admit, admit_scores, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.errors import RequestError, UsageError
+from pagedcli.models.lengths import resolve_max_model_len
 from pagedcli.models.spec import ModelSpec
 from pagedcli.sampling_params import SamplingParams, seed_for
 
@@ -182,14 +183,6 @@ NO_SCORES = "tables of a distributed run have no columns for scores; write JSONL
 _TOGETHER = 256  # rows that commands which only read a file tokenize together
 
 
-class _Parsed(msgspec.Struct):
-    """A row before its texts are tokenized."""
-
-    row: BatchRow
-    request: BatchRequest | None = None  # None: invalid, or done by an earlier run
-    prompts: list[tuple[str | list[int], bool]] = []  # text or token ids; whether it is a chat
-
-
 class Prompts:
     """The rows of an input, in their order, each parsed and tokenized when it is asked for.
 
@@ -231,7 +224,7 @@ class Prompts:
     def _rows(self, most_together: int = 1) -> Iterator[BatchRow | None]:
         """As __iter__. Up to most_together rows are tokenized together, by all processors; the first ones sooner."""
         limit, (place, num_shards) = self._options.run.limit, self._options.shard
-        parsed: list[_Parsed] = []
+        parsed: list[BatchRow] = []
         num_together = 1
         for line in self._lines:
             if line is not None and limit is not None and line.index >= limit:
@@ -242,11 +235,11 @@ class Prompts:
                 if line.index % num_shards == place:
                     parsed.append(self._parse(line))
             if line is None or len(parsed) >= num_together:
-                yield from self._with_prompts(parsed)
+                yield from self._with_tokens(parsed)
                 parsed, num_together = [], min(2 * num_together, most_together)
             if line is None:
                 yield None
-        yield from self._with_prompts(parsed)
+        yield from self._with_tokens(parsed)
 
     def admitted(self, grammars: Grammars | None = None) -> Iterator[tuple[BatchRow, list[int] | RequestError]]:
         """Read the rows without an engine: each with the number of tokens that each prompt may generate, or why a run
@@ -287,32 +280,39 @@ class Prompts:
         admit_scores(self._limits, prompt.token_ids, prompt.scored.continuations)
         return 0
 
-    def _parse(self, line: Line) -> "_Parsed":
-        """A row and what it asks for; only its id is remembered if it is done."""
+    def _parse(self, line: Line) -> BatchRow:
+        """A row with its prompts, whose texts are not tokenized; only its id is remembered if it is done."""
         row, columns = BatchRow(line), self._options.columns
         is_done = self._holds(line.index, line.digest)
         try:
             document = decode_line(line.content)
-            row.read_head(document, columns)
+            wrong = row.read_head(document, columns)
             if self._options.check_ids and row.id is not None and not self._seen_ids.add(row.id):
                 raise RequestError("duplicate_id", f"an earlier line has the same id {row.id!r}")
-            if is_done:
-                return _Parsed(row)
-            row.check_head(document, columns)
-            request = self._parser.parse(request_of(document, columns), row.shape)
-            namespace = self._options.cache_namespace
-            row.cache_salt = request.cache_salt if namespace is None else f"{namespace} {request.cache_salt or ''}"
-            prompts = list(self._prompts_of(request))
-            if request.scoring is not None:
-                self._check_scored(row)
-                [(prompt, is_chat)] = prompts
-                scored = request.scoring.tokens(self.tokenizer, prompt, self._limits.max_model_len, is_chat=is_chat)
-                row.prompts = [RowPrompt(scored.context, request.params, is_chat, scored=scored)]
-                return _Parsed(row, request)
-            return _Parsed(row, request, prompts)
+            if not is_done:
+                if wrong is not None:
+                    raise wrong
+                self._take(row, self._parser.parse(request_of(document, columns), row.shape))
         except RequestError as error:
             row.error = None if is_done else error
-        return _Parsed(row)
+        return row
+
+    def _take(self, row: BatchRow, request: BatchRequest) -> None:
+        """Let a row have what it asks for. Raises: RequestError."""
+        namespace = self._options.cache_namespace
+        row.cache_salt = request.cache_salt if namespace is None else f"{namespace} {request.cache_salt or ''}"
+        prompts = list(self._prompts_of(request))
+        if request.scoring is not None:
+            self._check_scored(row)
+            [(prompt, is_chat)] = prompts
+            scored = request.scoring.tokens(self.tokenizer, prompt, self._limits.max_model_len, is_chat=is_chat)
+            row.prompts = [RowPrompt(scored.context, request.params, is_chat, scored=scored)]
+            return
+        lowers = not (request.max_tokens_given or self._options.max_tokens_given)
+        for prompt, is_chat in prompts:
+            text, ids = (prompt, list[int]()) if isinstance(prompt, str) else (None, prompt)
+            tools = self._tools_of(request) if is_chat else None
+            row.prompts.append(RowPrompt(ids, request.params, is_chat, text, lowers, tools))
 
     def _check_scored(self, row: BatchRow) -> None:
         """Raises: RequestError if the row cannot have scores."""
@@ -321,41 +321,37 @@ class Prompts:
         if taken := sorted(SCORES & row.kept.keys()):
             raise RequestError("reserved_column", collision(taken[0]))
 
-    def _with_prompts(self, parsed: "list[_Parsed]") -> Iterator[BatchRow]:
-        """The rows with their prompts, or with the error of one that cannot be tokenized."""
+    def _with_tokens(self, rows: list[BatchRow]) -> Iterator[BatchRow]:
+        """The rows with the tokens of their texts, or with the error of one that cannot be tokenized."""
         encoded: dict[bool, Iterator[list[int] | RequestError]] = {}
         for is_chat in (False, True):  # a chat template has already written the special tokens
             texts = [
-                text
-                for each in parsed
-                for text, in_chat in each.prompts
-                if in_chat is is_chat and isinstance(text, str)
+                each.text for row in rows for each in row.prompts if each.is_chat is is_chat and each.text is not None
             ]
             found = self.tokenizer.encode_all(texts, self._limits.max_model_len, add_special_tokens=not is_chat)
             encoded[is_chat] = iter(found)
-        for each in parsed:
-            for place, (prompt, is_chat) in enumerate(each.prompts):
-                ids = next(encoded[is_chat]) if isinstance(prompt, str) else prompt
+        for row in rows:
+            for place, prompt in enumerate(row.prompts):
+                ids = prompt.token_ids if prompt.text is None else next(encoded[prompt.is_chat])
                 if isinstance(ids, RequestError):
-                    each.row.error = each.row.error or ids
-                elif each.request is not None:
-                    params = self._final_params(each.request, len(ids), each.row.line.index, place)
-                    tools = self._tools_of(each.request) if is_chat else None
-                    each.row.prompts.append(RowPrompt(ids, params, is_chat, isinstance(prompt, str), tools))
-            if each.row.error is not None:
-                each.row.prompts = []
-            yield each.row
+                    row.error = row.error or ids
+                elif prompt.scored is None:
+                    prompt.token_ids = ids
+                    prompt.params = self._final_params(prompt, row.line.index, place)
+            if row.error is not None:
+                row.prompts = []
+            yield row
 
-    def _final_params(self, request: BatchRequest, num_prompt: int, index: int, place: int) -> SamplingParams:
+    def _final_params(self, prompt: RowPrompt, index: int, place: int) -> SamplingParams:
         """The parameters of a line's prompt, with a seed of its own and the default max_tokens lowered to what fits."""
-        params, limits = request.params, self._limits
+        params, limits = prompt.params, self._limits
         changes: dict[str, int] = {}
         if params.seed is None and self._draws:
             # made of the row's index and the prompt's place in it: a resumed run draws the same
             seed = seed_for(self._options.config.engine.seed, index)
             changes["seed"] = seed_for(seed, place) if place else seed
-        if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
-            room = room_for(limits, num_prompt, params.beam_width or 1)
+        if params.max_tokens is not None and prompt.lowers_max_tokens:
+            room = room_for(limits, len(prompt.token_ids), params.beam_width or 1)
             if max(params.min_tokens, 1) <= room < params.max_tokens:
                 changes["max_tokens"] = room
         params = copy.copy(params) if changes else params
@@ -421,8 +417,6 @@ def open_prompts(
 
 def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:
     """What a request must fit into where the pool is not known; nor the model's length if `spec` is None."""
-    from pagedcli.planning.decide import resolve_max_model_len  # loads torch
-
     return Limits.of(
         engine,
         max_model_len=NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),

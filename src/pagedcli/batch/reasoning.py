@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # generated tokens: the first, and the one after the last
 
@@ -51,7 +49,7 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
-def find_format(tokenizer: "Tokenizer") -> "ReasoningFormat | None":
+def find_format(tokenizer: Tokenizer) -> "ReasoningFormat | None":
     """The format whose marks are tokens; None: there is none."""
     harmony = [each for token in _HARMONY if (each := tokenizer.token_id(token)) is not None]
     if len(harmony) == len(_HARMONY):
@@ -69,7 +67,7 @@ def find_format(tokenizer: "Tokenizer") -> "ReasoningFormat | None":
 class Brackets:
     """Reasoning between two marks, before the answer. The chat template may have written the first one."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: Tokenizer
     start: int
     end: int
     title: str
@@ -109,7 +107,7 @@ class ChannelMessage:
 class Channels:
     """Messages with a channel each: harmony. The prompt ends within the first one, mostly within its header."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: Tokenizer
     start: int
     channel: int
     message: int

@@ -6,23 +6,21 @@ are in OpenAI's format, reduced to what a text model's chat template accepts.
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from pagedcli.batch.columns import INVALID_ROW, Columns
+from pagedcli.batch.columns import INVALID_ROW, Columns, collision
+from pagedcli.batch.grammar import Guides
 from pagedcli.batch.lines import Line
 from pagedcli.batch.scoring import FIELDS as SCORE_FIELDS
 from pagedcli.batch.scoring import ScoredTokens, ScoreRequest
+from pagedcli.batch.tokenizer import StopCheckers
 from pagedcli.config import tools_problem
+from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.scoring import SCORING
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from pagedcli.batch.grammar import Guides
-    from pagedcli.batch.tokenizer import StopCheckers
-    from pagedcli.core.requests import FinishedRequest
 
 Message = dict[str, Any]  # role, content (text, list of text parts, or None), and all that templates may use
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -159,16 +157,17 @@ class RowPrompt(msgspec.Struct, eq=False):
     token_ids: list[int]
     params: SamplingParams
     is_chat: bool = False  # whether the chat template wrote it
-    is_text: bool = False  # tokenized here
+    text: str | None = None  # what is tokenized here; None: the line has the tokens
+    lowers_max_tokens: bool = False  # to what fits: the line leaves max_tokens to the run
     tools: list[dict[str, Any]] | None = None  # shown by the chat template
     scored: ScoredTokens | None = None  # None: it generates
-    stop_checkers: "StopCheckers | None" = None  # None: no stop strings
-    guides: "Guides | None" = None  # None: no grammar
-    output: "FinishedRequest | None" = None  # None: unfinished
+    stop_checkers: StopCheckers | None = None  # None: no stop strings
+    guides: Guides | None = None  # None: no grammar
+    output: FinishedRequest | None = None  # None: unfinished
     texts: list[str] = []  # one per sample
 
     @property
-    def result(self) -> "FinishedRequest":
+    def result(self) -> FinishedRequest:
         assert self.output is not None, "the prompt is finished"
         return self.output
 
@@ -203,37 +202,32 @@ class BatchRow(msgspec.Struct, eq=False):
     error: RequestError | None = None  # why the line is invalid
     number: int | None = None  # rows that were started before; None: not started
 
-    def read_head(self, document: dict[str, Any], columns: Columns) -> None:
-        """Take id, shape and kept columns from the line, without checking the rest."""
-        row_id = None
-        for name in columns.ids:
-            if row_id is None:
-                row_id = document.get(name)
+    def read_head(self, document: dict[str, Any], columns: Columns) -> RequestError | None:
+        """Take id, shape and kept columns from the line. Returns what is wrong with them."""
+        name = next((name for name in columns.ids if document.get(name) is not None), "")
+        row_id, url = document.get(name), document.get("url")
         is_number = isinstance(row_id, int) and not isinstance(row_id, bool) and row_id.bit_length() <= 63
         self.id = row_id if is_number or isinstance(row_id, str) else None
         if not columns.sources and ("body" in document or "url" in document):
-            url = document.get("url")
             self.shape = (_SHAPES.get(url) if isinstance(url, str) else None) or "chat.completion"
         if columns.copies:
             self.kept = columns.kept(document)
-
-    def check_head(self, document: dict[str, Any], columns: Columns) -> None:
-        """Raises: RequestError for an invalid id or url, or a column that cannot be copied."""
-        if INVALID_ROW in document:
-            raise RequestError("invalid_row", str(document[INVALID_ROW]))
-        columns.check_line(document)
-        for name in columns.ids:
-            if document.get(name) is not None and self.id is None:
-                raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
-        if self.shape == "plain":
-            return
         known = ", ".join(_SHAPES)
-        if document.get("url") is None:
-            raise RequestError("unsupported_endpoint", f"a batch line needs a 'url': {known}")
-        if document["url"] not in list(_SHAPES):  # a list compares, whatever type the url has
-            raise RequestError("unsupported_endpoint", f"url is {_shown(document['url'])}, known: {known}")
+        if INVALID_ROW in document:
+            return RequestError("invalid_row", str(document[INVALID_ROW]))
+        if (taken := columns.taken(document)) is not None:
+            return RequestError("reserved_column", collision(taken))
+        if name and self.id is None:
+            return RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
+        if self.shape == "plain":
+            return None
+        if url is None:
+            return RequestError("unsupported_endpoint", f"a batch line needs a 'url': {known}")
+        if url not in list(_SHAPES):  # a list compares, whatever type the url has
+            return RequestError("unsupported_endpoint", f"url is {_shown(url)}, known: {known}")
         if not isinstance(self.id, str):
-            raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
+            return RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
+        return None
 
 
 _MOST_KNOWN = 1000  # different parameters that are kept: most lines of a file have the same

@@ -6,33 +6,33 @@ A plain line gives a plain row; an OpenAI batch line gives a row with exactly Op
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import msgspec
 import xxhash
 
 from pagedcli.batch.columns import CALLS, DISK, METRICS, REASONING, SCORES, Columns
+from pagedcli.batch.reasoning import ReasoningFormat, find_format
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.scoring import Score, ScoredTokens, best_of
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.batch.tool_calls import ToolCall
+from pagedcli.batch.tool_calls import ToolCall, ToolFormat, find_tool_format
+from pagedcli.core.sequence import SampleOutput, TokenLogprobs
 from pagedcli.errors import RequestError
 from pagedcli.events import TokenId
-
-if TYPE_CHECKING:
-    from pagedcli.core.sequence import SampleOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
     index: int  # place in the row: prompt after prompt, as the completions endpoint numbers them
-    output: "SampleOutput"
+    output: SampleOutput
     text: str
     reasoning: str | None  # apart from the text; None: the output marks none
     num_reasoning_tokens: int
     calls: list[ToolCall]  # apart from the text, too
     stops: bool  # whether the request has stop strings or stop tokens
-    prompt_logprobs: "list[TokenLogprobs | None] | None"  # logprobs of its prompt, on the first sample alone
+    prompt_logprobs: list[TokenLogprobs | None] | None  # logprobs of its prompt, on the first sample alone
 
     @property
     def ending(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class _Sample:
         return ending | {"stop_reason": self.output.stop_reason} if self.stops else ending
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowWriter:
     """Encodes rows as JSON. `run_key` and `created_s` determine ids and times, which a resumed run repeats."""
 
@@ -53,11 +53,21 @@ class RowWriter:
     created_s: int  # Unix time of the run's first start
     columns: Columns = field(default_factory=Columns)
 
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How chats mark reasoning; None: not at all."""
+        return find_format(self.tokenizer)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How chats mark tool calls; None: not at all."""
+        return find_tool_format(self.tokenizer)
+
     @property
     def marked_columns(self) -> frozenset[str]:
         """Columns about reasoning and tool calls that tables of its rows may have."""
-        without = REASONING if self.tokenizer.reasoning is None else frozenset[str]()
-        return self.columns.marked - without - (CALLS if self.tokenizer.tool_format is None else frozenset())
+        without = REASONING if self.reasoning is None else frozenset[str]()
+        return self.columns.marked - without - (CALLS if self.tool_format is None else frozenset())
 
     def encode_success(self, row: BatchRow, answers: list[RowPrompt]) -> bytes:
         samples = self._samples(answers)
@@ -106,12 +116,10 @@ class RowWriter:
                 samples.append(_Sample(len(samples), output, *parts, answer.has_stops, prompt_logprobs))
         return samples
 
-    def _parts(
-        self, answer: RowPrompt, output: "SampleOutput", text: str
-    ) -> tuple[str, str | None, int, list[ToolCall]]:
+    def _parts(self, answer: RowPrompt, output: SampleOutput, text: str) -> tuple[str, str | None, int, list[ToolCall]]:
         """The answer's text, the reasoning, None if there are no marks, the number of its tokens, and the calls."""
-        prompt_ids, ids, found = answer.result.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
-        form = self.tokenizer.tool_format if answer.tools and self.columns.parse_tool_calls else None
+        prompt_ids, ids, found = answer.result.prompt_token_ids, output.token_ids, self.reasoning
+        form = self.tool_format if answer.tools and self.columns.parse_tool_calls else None
         spans = found.spans(prompt_ids, ids, None if form is None else form.start) if found is not None else None
         outside, calls = [(0, len(ids))] if spans is None else spans.answer, list[ToolCall]()
         if form is not None and answer.tools:
@@ -202,7 +210,7 @@ class RowWriter:
                 each["token_id"] = token_id
         return {"prompt_logprobs": [None, *found]}
 
-    def _chat_logprobs(self, positions: "list[TokenLogprobs]") -> list[dict[str, Any]]:
+    def _chat_logprobs(self, positions: list[TokenLogprobs]) -> list[dict[str, Any]]:
         return [
             self._logprob(position.token_id, position.logprob)
             | {"top_logprobs": [self._logprob(token_id, logprob) for token_id, logprob in position.top]}
@@ -217,7 +225,7 @@ class RowWriter:
             "bytes": list(token),
         }
 
-    def _completion_logprobs(self, sample: "SampleOutput") -> dict[str, Any]:
+    def _completion_logprobs(self, sample: SampleOutput) -> dict[str, Any]:
         text_of, offset = self.tokenizer.token_text, 0
         fields: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for position in sample.logprobs or ():

@@ -22,11 +22,11 @@ from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.core.eviction import sees_queue
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
+from pagedcli.core.requests import FinishedRequest
 from pagedcli.errors import RequestError
 from pagedcli.process import old_objects_left_alone
 
 if TYPE_CHECKING:
-    from pagedcli.core.requests import FinishedRequest
     from pagedcli.runner.llm_engine import LLMEngine
 
 
@@ -252,7 +252,7 @@ class BatchRun:
             if row.error is not None:
                 self._write_error(row, row.error)
             return
-        made_here = [each.token_ids for each in row.prompts if each.is_text or each.scored is not None]
+        made_here = [each.token_ids for each in row.prompts if each.text is not None or each.scored is not None]
         self.stats.num_double_bos += sum(map(self._tokenizer.has_two_bos, made_here))
         found = False if self._repeats is None else self._repeats.take(row)
         if not isinstance(found, bool):
@@ -310,7 +310,7 @@ class BatchRun:
 
     # ------------------------------------------------------------------ rows
 
-    def _take_output(self, output: "FinishedRequest") -> None:
+    def _take_output(self, output: FinishedRequest) -> None:
         """Keep the output of a prompt, and write its row once all prompts have one."""
         found = self._finish(output.request_id)
         if found is None:
@@ -331,7 +331,7 @@ class BatchRun:
                 self.stats.add_times(each.result)
             self._write_duplicates(row, row.prompts)
 
-    def _texts(self, prompt: RowPrompt, output: "FinishedRequest") -> list[str]:
+    def _texts(self, prompt: RowPrompt, output: FinishedRequest) -> list[str]:
         if prompt.stop_checkers is not None:
             return [prompt.stop_checkers.text(sample.index, sample.token_ids) for sample in output.samples]
         skip = prompt.params.skip_special_tokens

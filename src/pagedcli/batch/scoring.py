@@ -5,16 +5,14 @@ Used by batch rows and the Python interface; the engine's side is core.scoring.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.scoring import ContinuationScore
 from pagedcli.errors import RequestError
 from pagedcli.printable import plural
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
 
 Continuation = str | Sequence[int]
 FIELDS = ("continuations", "logprobs_from", "score_tokens")  # fields of a line
@@ -102,7 +100,7 @@ class ScoreRequest:
         return cls(_read_continuations(body["continuations"]), with_tokens=with_tokens)
 
     def tokens(
-        self, tokenizer: "Tokenizer", prompt: str | list[int], num_allowed: int, *, is_chat: bool
+        self, tokenizer: Tokenizer, prompt: str | list[int], num_allowed: int, *, is_chat: bool
     ) -> "ScoredTokens":
         """The context of a prompt, and what is scored after it. Raises: RequestError, also for nothing to score."""
         if self.continuations is None:
@@ -119,7 +117,7 @@ class ScoreRequest:
         ]
         return ScoredTokens(context, found, num_bytes, self.with_tokens)
 
-    def _rest(self, tokenizer: "Tokenizer", prompt: str | list[int], num_allowed: int) -> "ScoredTokens":
+    def _rest(self, tokenizer: Tokenizer, prompt: str | list[int], num_allowed: int) -> "ScoredTokens":
         if self.start:
             token_ids = _encode(tokenizer, prompt, num_allowed, add_special_tokens=True)
             context, rest = token_ids[: self.start], token_ids[self.start :]
@@ -160,20 +158,20 @@ def _read_continuations(given: Any) -> list[str] | list[list[int]]:
     return found
 
 
-def _encode(tokenizer: "Tokenizer", given: str | list[int], num_allowed: int, *, add_special_tokens: bool) -> list[int]:
+def _encode(tokenizer: Tokenizer, given: str | list[int], num_allowed: int, *, add_special_tokens: bool) -> list[int]:
     if not isinstance(given, str):
         return given
     return tokenizer.encode_within(given, num_allowed, add_special_tokens=add_special_tokens)
 
 
-def _num_bytes(tokenizer: "Tokenizer", context: list[int], token_ids: list[int]) -> int:
+def _num_bytes(tokenizer: Tokenizer, context: list[int], token_ids: list[int]) -> int:
     if set(context) <= set(tokenizer.special_token_ids):  # the text begins here: its first word has no space before it
         return len(tokenizer.decode(token_ids, skip_special_tokens=False).encode())
     return len(tokenizer.decode_output(context, token_ids, skip_special_tokens=False).encode())
 
 
 def encode_pair(
-    tokenizer: "Tokenizer", context: str, continuations: Sequence[str], num_allowed: int
+    tokenizer: Tokenizer, context: str, continuations: Sequence[str], num_allowed: int
 ) -> tuple[list[int], list[list[int]]]:
     """The tokens of a text and of what may follow it, cut as lm-evaluation-harness does: whitespace at the end of the
     context belongs to the continuations, whose tokens are those that a continuation adds to the tokens of the context.

@@ -4,15 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.requests import FinishedRequest
 from pagedcli.errors import RequestError
-
-if TYPE_CHECKING:
-    from pagedcli.core.requests import FinishedRequest
 
 _MOST_NAMED = 3  # failed rows
 _GROWTH = 1.02  # a percentile is exact to about 1 %
@@ -83,7 +80,7 @@ class BatchStats:
         self.error_codes[error.code] += 1
         self.name_failed([(line_number, error.message)])
 
-    def add_times(self, output: "FinishedRequest") -> None:
+    def add_times(self, output: FinishedRequest) -> None:
         """Count how a request of a good row has ended, and when."""
         self.num_stopped += sum(sample.finish_reason == "stop" for sample in output.samples)
         self.ttft.add(output.metrics.ttft_s)

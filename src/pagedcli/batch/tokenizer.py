@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence as Ids
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.chat_template import ChatRenderer, read_template
-from pagedcli.batch.reasoning import ReasoningFormat, find_format
-from pagedcli.batch.requests import Message
-from pagedcli.batch.tool_calls import ToolFormat, find_tool_format
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import ModelError, RequestError
+from pagedcli.later import transformers
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.sampling_params import SamplingParams
 
@@ -81,16 +79,6 @@ class Tokenizer:
     def stop_clock(self, time: datetime) -> None:
         """Let chat templates see this time from now on."""
         self._renderer.clock = time
-
-    @cached_property
-    def reasoning(self) -> ReasoningFormat | None:
-        """How chats mark reasoning; None: not at all."""
-        return find_format(self)
-
-    @cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """How chats mark tool calls; None: not at all."""
-        return find_tool_format(self)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text; None: there is none."""
@@ -186,7 +174,7 @@ class Tokenizer:
         except RequestError as error:
             return error
 
-    def render_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], template_arguments: dict[str, Any] | None = None) -> str:
         """The text of a conversation, up to the start of the assistant's answer, with all special tokens.
 
         Raises: RequestError if there is no chat template, or if it rejects the messages or exceeds a limit.
@@ -201,7 +189,11 @@ class Tokenizer:
         return self._renderer.render(messages, arguments)
 
     def encode_chat(
-        self, messages: list[Message], template_arguments: dict[str, Any] | None = None, *, num_allowed: int = 2**31
+        self,
+        messages: list[dict[str, Any]],
+        template_arguments: dict[str, Any] | None = None,
+        *,
+        num_allowed: int = 2**31,
     ) -> list[int]:
         """Token ids of a conversation; see render_chat and encode_within."""
         # the template has already written the special tokens
@@ -305,9 +297,8 @@ def _is_failure(error: BaseException) -> bool:
 def _backend_of(hf: Any) -> Any:
     """The Rust library's tokenizer, set as the wrapper sets it in each call, which takes twice as long as to
     tokenize a short text. None for a class with an encoding of its own."""
-    from transformers import PreTrainedTokenizerFast as Wrapper
-
-    if any(getattr(type(hf), name, None) is not getattr(Wrapper, name) for name in ("__call__", "encode", _ENCODE)):
+    wrapper = transformers.PreTrainedTokenizerFast
+    if any(getattr(type(hf), name, None) is not getattr(wrapper, name) for name in ("__call__", "encode", _ENCODE)):
         return None
     backend = hf.backend_tokenizer
     backend.no_truncation()
@@ -329,9 +320,7 @@ def _load(folder: Path, *, trust_remote_code: bool) -> Any:
         from pagedcli.batch.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(read_header(folder))
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # the engine checks long prompts against the real limit
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # the engine checks long prompts against the real limit
     try:
         return _wrapper(folder).from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the Rust tokenizers library raises bare Exception for a damaged file
@@ -347,12 +336,8 @@ def _wrapper(folder: Path) -> Any:
     model, own = (_fields(folder / name) for name in ("config.json", "tokenizer_config.json"))
     is_plain = own.get("tokenizer_class") in _WRAPPERS and "auto_map" not in own | model
     if is_plain and model.get("model_type") in WRAPPED and (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast as Plain
-
-        return Plain
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+        return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def _fields(path: Path) -> dict[str, Any]:

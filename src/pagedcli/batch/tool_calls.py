@@ -15,15 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 from urllib.parse import unquote
 
 import msgspec
 
 from pagedcli.batch.reasoning import Channels, Span, find_format
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tokenizer import Tokenizer
 
 Tools = list[dict[str, Any]]  # tools in OpenAI's form
 _MOST_MARKS = 64  # in one call, as parts of its arguments: an output of nothing but marks must not take minutes
@@ -56,7 +54,7 @@ Found = tuple[list[Span], list[ToolCall]]  # spans outside the calls, and the ca
 Read = Callable[["Tokenizer", Ids[int], Tools], list[ToolCall]]  # raises ValueError for tokens without calls
 
 
-def find_tool_format(tokenizer: "Tokenizer") -> "ToolFormat | None":
+def find_tool_format(tokenizer: Tokenizer) -> "ToolFormat | None":
     """The format whose marks are tokens; None: there is none."""
     reasoning = find_format(tokenizer)
     if isinstance(reasoning, Channels):
@@ -72,7 +70,7 @@ def find_tool_format(tokenizer: "Tokenizer") -> "ToolFormat | None":
 class MarkedCalls:
     """Calls after a mark, up to another one."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: Tokenizer
     start: int
     end: int | None  # None: up to the next call or the end of the output
     read: Read
@@ -125,7 +123,7 @@ class MarkedCalls:
 class ChannelCalls:
     """Messages to a tool, whose header names it: harmony."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: Tokenizer
     channels: Channels
     start: ClassVar[None] = None  # no token of its own begins a call
 
@@ -151,7 +149,7 @@ def _place(token_ids: Ids[int], token_id: int, first: int, last: int) -> int:
 
 
 def _read(
-    read: Read, tokenizer: "Tokenizer", token_ids: Ids[int], tools: Tools, problem: str | None = None
+    read: Read, tokenizer: Tokenizer, token_ids: Ids[int], tools: Tools, problem: str | None = None
 ) -> list[ToolCall]:
     """The calls in tokens, or their text with the problem."""
     try:
@@ -174,7 +172,7 @@ _KEY_AND_VALUE = re.compile(
 )
 
 
-def _tagged(tokenizer: "Tokenizer", token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
+def _tagged(tokenizer: Tokenizer, token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
     """JSON (Qwen 2.5 and 3, Hermes), <function=NAME> with parameters (Qwen3-Coder, Qwen3.5), keys and values (GLM)."""
     text = tokenizer.decode(token_ids, skip_special_tokens=False).strip()
     if text.startswith("{"):
@@ -205,7 +203,7 @@ _GEMMA_PARTS = re.compile(rf"""{_QUOTED}|([^\s{{}}\[\],:"'][^{{}}\[\],:"]*)(:?)"
 _GEMMA_END = re.compile(rf"{_QUOTED}|(<tool_call\|>)", re.DOTALL)
 
 
-def _gemma(tokenizer: "Tokenizer", token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
+def _gemma(tokenizer: Tokenizer, token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
     """call:NAME{key:value}, which is JSON with bare keys, strings between tokens or single quotes, and None."""
 
     def as_json(part: re.Match[str]) -> str:
@@ -232,7 +230,7 @@ def _gemma_length(text: str) -> int:
 _NAMED_JSON = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
 
-def _mistral(tokenizer: "Tokenizer", token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
+def _mistral(tokenizer: Tokenizer, token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
     """A JSON list of calls, or NAME[ARGS]{...}, with an id before the arguments in some versions."""
     text = _without_end(tokenizer, token_ids)
     if (match := _NAMED_JSON.fullmatch(text)) is not None:
@@ -244,7 +242,7 @@ def _mistral(tokenizer: "Tokenizer", token_ids: Ids[int], tools: Tools) -> list[
 _NEXT_OBJECT = re.compile(r"[;\s]*(?=\{)")
 
 
-def _llama(tokenizer: "Tokenizer", token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
+def _llama(tokenizer: Tokenizer, token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
     """JSON objects, separated by semicolons, or calls as in Python: NAME(key=value), NAME.call(key=value), a list."""
     text = _without_end(tokenizer, token_ids)
     if not text.startswith("{"):
@@ -268,14 +266,14 @@ def _json_length(text: str) -> int:
     return place
 
 
-def _without_end(tokenizer: "Tokenizer", token_ids: Ids[int]) -> str:
+def _without_end(tokenizer: Tokenizer, token_ids: Ids[int]) -> str:
     """The text of tokens with the special ones, except those at its end, which end an answer."""
     special = set(tokenizer.special_token_ids)
     last = next((place for place in range(len(token_ids), 0, -1) if token_ids[place - 1] not in special), 0)
     return tokenizer.decode(token_ids[:last], skip_special_tokens=False).strip()
 
 
-def _harmony(name: str, tokenizer: "Tokenizer", token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
+def _harmony(name: str, tokenizer: Tokenizer, token_ids: Ids[int], tools: Tools) -> list[ToolCall]:
     """The arguments as JSON; the header has said the name."""
     return [ToolCall(name, _arguments(msgspec.json.decode(tokenizer.decode(token_ids).strip() or "{}")))]
 

@@ -24,8 +24,7 @@ from pagedcli.bench.spread import BusyWatch
 from pagedcli.config import Config, EngineConfig
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import PagedcliError
-from pagedcli.models.hub import weight_files
-from pagedcli.planning.decide import model_folder
+from pagedcli.models.hub import model_folder, weight_files
 from pagedcli.planning.decision import Decision
 from pagedcli.planning.step_time import (
     StepTime,

@@ -6,17 +6,14 @@ Used by the other files of bench and by cli.bench.
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, Protocol
 
 import psutil
 from msgspec import UNSET, UnsetType
 
 from pagedcli.records import RIGHT, Means
-
-if TYPE_CHECKING:
-    from pagedcli.bench.throughput import WorkloadRow
 
 OTHERS_ALLOWED, STEAL_ALLOWED = 0.05, 0.02  # shares of all cores
 
@@ -98,7 +95,15 @@ class Earlier:
     num_tokens: int | UnsetType = UNSET  # tokens of the prompts and outputs
 
 
-Passes: TypeAlias = "Earlier | WorkloadRow"
+class Passes(Protocol):
+    """The part of a measurement's row that is compared."""
+
+    @property
+    def workload(self) -> str: ...
+    @property
+    def spread(self) -> Mapping[str, Spread | None]: ...
+    @property
+    def num_tokens(self) -> int | UnsetType: ...
 
 
 _OF_FIGURE = Means("", "that of the figure, in its name")

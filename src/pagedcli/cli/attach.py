@@ -15,6 +15,7 @@ from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.sockets import Subscriber
 from pagedcli.kvevents.tables import metrics_table, print_summary, summary
 from pagedcli.kvevents.tree import Decode
 from pagedcli.printable import plural
@@ -25,7 +26,6 @@ from pagedcli.show.terminal import is_interactive, say
 if TYPE_CHECKING:
     from pagedcli.app.kv_app import AttachPlayer
     from pagedcli.kvevents.scrape import Scraper
-    from pagedcli.kvevents.sockets import Subscriber
 
 _WAIT_S = 0.1
 _LINE_S = 10.0
@@ -81,8 +81,6 @@ def attach(
         return
     check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with interrupts_raised(), ExitStack() as stack:
-        from pagedcli.kvevents.sockets import Subscriber
-
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
         scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None
@@ -92,10 +90,7 @@ def attach(
         if is_interactive(with_stdout=False) and not no_live:
             session.watch(duration, idle, decode)
         else:
-            try:
-                session.follow(duration, idle)
-            except KeyboardInterrupt:
-                say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
+            session.follow_until_stopped(duration, idle)
     _summarize(session.state, scraper, decode, format_)
     if record is not None:
         say(f"recording: {record}; view it with: pagedcli trace {record}")
@@ -122,7 +117,7 @@ class _Session:
     """State, application and recording of one call of the command."""
 
     def __init__(
-        self, subscriber: "Subscriber", writer: CaptureWriter | None, scraper: "Scraper | None", *, keep_tokens: bool
+        self, subscriber: Subscriber, writer: CaptureWriter | None, scraper: "Scraper | None", *, keep_tokens: bool
     ) -> None:
         fetch = self._fetch if subscriber.can_replay else None
         self.state = KVState(subscriber.endpoints, keep_tokens=keep_tokens, fetch=fetch)
@@ -143,6 +138,13 @@ class _Session:
         title = f"pagedcli attach {' '.join(self._subscriber.endpoints)}"
         app = KVApp(self.player, title, decode=decode, scraper=self._scraper)
         watch(app, self.player, lambda: self.follow(duration, idle))
+
+    def follow_until_stopped(self, duration: float | None, idle: float | None) -> None:
+        """Process messages as `follow` does, also until Ctrl-C."""
+        try:
+            self.follow(duration, idle)
+        except KeyboardInterrupt:
+            say(f"\nstopped; summary of {plural(self.state.num_resident, 'resident block')}")
 
     def follow(self, duration: float | None, idle: float | None) -> None:
         """Process messages until the time is up, none arrive, or the user quits."""

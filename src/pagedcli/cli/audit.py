@@ -8,22 +8,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
+from pagedcli.audit.audit import EXIT_FAULT, Audit, Options, exit_code, run_to_end, send_again
+from pagedcli.audit.client import Budget, Client, LimitReached
+from pagedcli.audit.plan import CHECKS, ProbePrompts, Target, plan
+from pagedcli.audit.report import (
+    facts,
+    lookup_table,
+    page,
+    pair_table,
+    plan_table,
+    replay_table,
+    summary,
+    verdict_table,
+)
+from pagedcli.audit.restart import load_memory, planned_probes, save_memory
+from pagedcli.audit.self_test import FaultTrial, trials
+from pagedcli.audit.shrink import load_case
+from pagedcli.audit.survey import WORDS
 from pagedcli.cli.options import FormatOption, config_flags, option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
 from pagedcli.printable import one_line, plural
 from pagedcli.process import EXIT_INTERRUPTED
+from pagedcli.remote import ServerError
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
-
-if TYPE_CHECKING:
-    from pagedcli.audit.audit import Audit
-    from pagedcli.audit.client import Client
 
 _SURVEY_REQUESTS = 20
 _ASSUMED_UNIT = 16
@@ -92,9 +106,7 @@ class AuditOptions:
     overwrite: Annotated[bool, _output("--overwrite", help="Replace an existing page or --remember file.")] = False
     format_: FormatOption = Format.TABLE
 
-    def client(self) -> "Client":
-        from pagedcli.audit.client import Budget, Client
-
+    def client(self) -> Client:
         assert self.url is not None, "the command has checked it"
         budget = Budget(self.max_requests, self.max_tokens, self.max_seconds)
         return Client(
@@ -142,8 +154,6 @@ def audit(options: AuditOptions) -> None:
     check_files(inputs, {"-o": options.output_file, "--remember": options.remember}, overwrite=options.overwrite)
     if not options.output_dir.is_dir():
         raise UsageError(f"there is no folder {options.output_dir}", hint=f"mkdir -p {options.output_dir}")
-    from pagedcli.audit.audit import Audit, Options
-    from pagedcli.audit.restart import load_memory
 
     memory = None if options.recall is None else load_memory(options.recall)
     remembers = options.remember is not None
@@ -162,13 +172,7 @@ def _check_alone(options: AuditOptions) -> None:
         raise UsageError(f"{useless[0]} has no effect with {kind}", hint="use one of them")
 
 
-def _run(run: "Audit", options: AuditOptions) -> None:
-    from pagedcli.audit.audit import exit_code, run_to_end
-    from pagedcli.audit.client import LimitReached
-    from pagedcli.audit.report import facts, lookup_table, page, pair_table, summary, verdict_table
-    from pagedcli.audit.restart import save_memory
-    from pagedcli.remote import ServerError
-
+def _run(run: Audit, options: AuditOptions) -> None:
     line = ProgressLine(line_every_s=10)
     run.progress = _progress(line, run)
     try:
@@ -198,13 +202,7 @@ def _run(run: "Audit", options: AuditOptions) -> None:
     raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else exit_code(verdicts))
 
 
-def _run_replay(path: Path, client: "Client", options: AuditOptions) -> None:
-    from pagedcli.audit.audit import EXIT_FAULT, send_again
-    from pagedcli.audit.client import LimitReached
-    from pagedcli.audit.report import replay_table
-    from pagedcli.audit.shrink import load_case
-    from pagedcli.remote import ServerError
-
+def _run_replay(path: Path, client: Client, options: AuditOptions) -> None:
     case = load_case(path)
 
     async def run() -> tuple[int, int, float]:
@@ -220,8 +218,6 @@ def _run_replay(path: Path, client: "Client", options: AuditOptions) -> None:
 
 
 def _run_self_test(format_: Format) -> None:
-    from pagedcli.audit.self_test import FaultTrial, trials
-
     line = ProgressLine(line_every_s=10)
     results = []
     for result in trials(lambda text: line.show(lambda _: text[: shutil.get_terminal_size().columns - 1])):
@@ -240,11 +236,6 @@ def _run_self_test(format_: Format) -> None:
 
 
 def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> None:
-    from pagedcli.audit.plan import ProbePrompts, Target, plan
-    from pagedcli.audit.report import plan_table
-    from pagedcli.audit.restart import load_memory, planned_probes
-    from pagedcli.audit.survey import WORDS
-
     target = Target(len(WORDS), unit=_ASSUMED_UNIT, isolates=True, bypass="salt", concurrency=options.concurrency)
     memory = None if options.recall is None else load_memory(options.recall)
     around = planned_probes(ProbePrompts(target, 0), memory, remembers=options.remember is not None)
@@ -262,8 +253,6 @@ def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> Non
 
 
 def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:
-    from pagedcli.audit.plan import CHECKS
-
     named = {name.strip() for text in (checks, skip) if text is not None for name in text.split(",")}
     unknown = sorted(named - set(CHECKS))
     if unknown:
@@ -294,7 +283,7 @@ def _say_if_key_is_readable(options: AuditOptions) -> None:
         say("note: the key is sent without encryption, because the URL begins with http:")
 
 
-def _progress(line: ProgressLine, run: "Audit") -> Callable[[str], None]:
+def _progress(line: ProgressLine, run: Audit) -> Callable[[str], None]:
     def show(text: str) -> None:
         def words(elapsed_s: float) -> str:
             shown = f"{elapsed_s:,.0f} s, {plural(run.client.budget.num_requests, 'request')}: {text}"

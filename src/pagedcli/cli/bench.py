@@ -1,5 +1,6 @@
 """`pagedcli bench`: the engine's speed, compared with the limits of the machine."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from pagedcli.bench.spread import Busy, Earlier, FigureChange, compared_rows, wo
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
 from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
+from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole
 from pagedcli.line_files import NOT_JSON
@@ -22,7 +24,6 @@ from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
     from pagedcli.bench.throughput import Throughput, WorkloadRow
-    from pagedcli.core.plan import Plan
 
 
 class BenchProgress(ProgressLine):
@@ -71,7 +72,7 @@ def headline(row: "WorkloadRow") -> str:
     return f"{said}."
 
 
-def bench_notes(plan: "Plan", rows: Sequence["WorkloadRow"]) -> list[str]:
+def bench_notes(plan: Plan, rows: Sequence["WorkloadRow"]) -> list[str]:
     """What was measured, on what machine, and what disturbed it."""
     notes = [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}."]
     machines = [row.machine for row in rows if row.machine is not msgspec.UNSET]
@@ -229,8 +230,6 @@ def _run_all(
 ) -> Iterator[tuple[BenchWorkload, "Throughput"]]:
     """Run workloads, each with its passes, one after the other. On stderr: the share that is done, the time left, and a
     line for each pass as it ends."""
-    import gc
-
     from pagedcli.bench.throughput import Run, run_workload, workload_config
 
     start_s = time.monotonic()

@@ -7,20 +7,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedcli.batch.columns import Columns
+from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
 from pagedcli.batch.job import Job
+from pagedcli.batch.journal import journal_path, read_record
+from pagedcli.batch.parquet import ParquetRows, ParquetSource
+from pagedcli.batch.prompts import KeptColumns, Prompts, batch_options, limits_without_pool, open_source, open_tokenizer
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.cli.session import StopRequest, exit_code
 from pagedcli.cli.summary import resume_command, say_model, say_odd, say_summary, write_summary
 from pagedcli.config import EngineConfig
+from pagedcli.distributed.parts import PartFolder, weigh_rows
 from pagedcli.errors import UsageError
 from pagedcli.files import SUMMARY, check_distinct, check_new
+from pagedcli.later import torch
+from pagedcli.models.hub import model_folder
+from pagedcli.models.reading import read_spec
 from pagedcli.printable import plural
 from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.distributed.parts import PartFolder
     from pagedcli.distributed.ray_job import RayRun, WorkerPool
 
 _POLL_S = 1.0
@@ -29,8 +37,6 @@ _POLL_S = 1.0
 def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: int) -> int:
     """Run a job to its end and return the exit code. `output` is the folder of parts, `address` that of a cluster;
     None: a local one. Raises: PagedcliError for fatal errors."""
-    from pagedcli.distributed.parts import PartFolder
-
     if job.resume and job.overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     folder = PartFolder(output)
@@ -84,23 +90,8 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     return exit_code(result)
 
 
-def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]:
+def _prepare(job: Job, folder: PartFolder, num_workers: int) -> dict[str, int]:
     """Split the input into parts, or check that existing parts belong to this run. Returns ignored fields."""
-    from pagedcli.batch.columns import Columns
-    from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
-    from pagedcli.batch.parquet import ParquetRows, ParquetSource
-    from pagedcli.batch.prompts import (
-        KeptColumns,
-        Prompts,
-        batch_options,
-        limits_without_pool,
-        open_source,
-        open_tokenizer,
-    )
-    from pagedcli.distributed.parts import weigh_rows
-    from pagedcli.models.reading import read_spec
-    from pagedcli.planning.decide import model_folder
-
     config = job.loaded.config
     columns = Columns.of(config.run)
     lines = open_source(job.input_name, columns)
@@ -167,10 +158,8 @@ class _Progress:
         self.stats.num_rows, self.stats.num_resumed = self._num_rows, self._num_resumed
         self.stats.elapsed_s = time.perf_counter() - self._start_s
 
-    def count_parts(self, folder: "PartFolder") -> None:
+    def count_parts(self, folder: PartFolder) -> None:
         """Rows and failures from the records of the parts: workers that died cannot have counted all of theirs."""
-        from pagedcli.batch.journal import read_record
-
         records = [read_record(folder.part(part)) for part in range(folder.manifest.num_parts)]
         self.stats.num_done = max(self._num_rows - self.stats.num_resumed, 0)
         num_failed = sum(record.num_failed_rows for record in records)
@@ -196,7 +185,7 @@ class _Progress:
 class _RowCounter:
     """Counts the rows in finished parts and in journals, of which it reads each byte once."""
 
-    def __init__(self, folder: "PartFolder") -> None:
+    def __init__(self, folder: PartFolder) -> None:
         self._folder = folder
         self._num_rows = list(folder.manifest.num_rows)
         self._ends = dict.fromkeys(folder.missing(), 0)  # unfinished part -> bytes of its journal that were read
@@ -205,8 +194,6 @@ class _RowCounter:
 
     def count(self) -> int:
         """The rows by now."""
-        from pagedcli.batch.journal import journal_path
-
         for part, end in list(self._ends.items()):
             if self._folder.is_done(part):
                 self._num_rows[part] = self._folder.manifest.num_rows[part]
@@ -231,7 +218,5 @@ def _pool(job: Job, address: str | None, num_workers: int) -> "WorkerPool":
 def _num_gpus(engine: EngineConfig) -> int:
     """GPUs that each worker requests from the cluster."""
     if engine.device == "auto":
-        import torch
-
         return engine.tensor_parallel_size if torch.cuda.is_available() else 0
     return 0 if engine.device == "cpu" else engine.tensor_parallel_size

@@ -3,28 +3,27 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from pagedcli.answers.cures import CURES_S, Cure, cures
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.errors import PagedcliError, TraceError
+from pagedcli.kvevents.lookups import Lookups
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import say
+from pagedcli.simulation.settings import recorded_subject
+from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
-
-if TYPE_CHECKING:
-    from pagedcli.answers.cures import Cure
-    from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.kvevents.lookups import Lookups
-    from pagedcli.simulation.sources import RecordedRequests
 
 _T = TypeVar("_T")
 
 
 def print_answer(
-    answer: Sequence[str], cures: "Sequence[Cure]", tables: Sequence[Table], format_: Format, facts: Mapping[str, Any]
+    answer: Sequence[str], cures: Sequence[Cure], tables: Sequence[Table], format_: Format, facts: Mapping[str, Any]
 ) -> None:
     """Print the answer to the question that a command's name asks, what to change, and the tables."""
     said = [*answer, *(cure.text for cure in cures)]
@@ -42,18 +41,13 @@ def or_note(what: str, find: Callable[[], _T], otherwise: _T) -> _T:
         return otherwise
 
 
-def find_cures(*given: Any, **how: Any) -> "list[Cure]":
+def find_cures(*given: Any, **how: Any) -> list[Cure]:
     """What to change (see answers.cures), or a line that says that looking for it failed."""
-    from pagedcli.answers.cures import cures  # loads numpy
-
     return or_note("what to change", partial(cures, *given, **how), [])
 
 
-def recorded_cures(view: "RecordedRequests", state: PoolState, tokenizer: "Tokenizer | None") -> "list[Cure]":
+def recorded_cures(view: RecordedRequests, state: PoolState, tokenizer: Tokenizer | None) -> list[Cure]:
     """What to change about a recorded run. `view` and `state`: at its end."""
-    from pagedcli.answers.cures import CURES_S
-    from pagedcli.simulation.settings import recorded_subject
-
     workload, prompts = view.finish(), None
     if workload.num_left_out and workload.hash_size is None:
         prompts = PromptSample.of(workload.prompts())
@@ -66,7 +60,7 @@ def recorded_cures(view: "RecordedRequests", state: PoolState, tokenizer: "Token
     )
 
 
-def seen_cures(found: "Lookups", tokenizer: "Tokenizer | None") -> "list[Cure]":
+def seen_cures(found: Lookups, tokenizer: Tokenizer | None) -> list[Cure]:
     """What to change about the prompts that the KV events of a server show, if they show their tokens."""
     sample = PromptSample.of(found.prompts())
     return find_cures(None, prompts=sample, tokenizer=tokenizer, block_size=found.block_size or 1)
@@ -74,8 +68,6 @@ def seen_cures(found: "Lookups", tokenizer: "Tokenizer | None") -> "list[Cure]":
 
 def told_of_recording(trace: Path) -> list[str]:
     """What to change about a recorded run, in words. Nothing of a damaged one, of which its reader tells."""
-    from pagedcli.simulation.sources import RecordedRequests
-
     view = RecordedRequests()
     try:
         state = fold(TraceReader(trace), view)

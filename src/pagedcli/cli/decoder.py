@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import option
 from pagedcli.errors import ModelError
 from pagedcli.events import EngineStarted, RequestAdded
 from pagedcli.models.hub import resolve_model
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
 
 Decode = Callable[[tuple[int, ...]], str]
 TokenizerOption = Annotated[
@@ -27,7 +25,7 @@ def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
     return None if loaded is None else loaded.decode
 
 
-def recorded_tokenizer(trace: Path, tokenizer: str | None) -> "Tokenizer | None":
+def recorded_tokenizer(trace: Path, tokenizer: str | None) -> Tokenizer | None:
     """The tokenizer for the trace's token ids, by default that of its model. None if the trace has no token ids, or if
     that tokenizer is not available, which is said. Raises: ModelError if the given one is not."""
     events = iter(TraceReader(trace))
@@ -36,7 +34,6 @@ def recorded_tokenizer(trace: Path, tokenizer: str | None) -> "Tokenizer | None"
     added = next((event for event in events if isinstance(event, RequestAdded)), None)
     if added is None or added.token_ids is None:
         return None
-    from pagedcli.batch.tokenizer import Tokenizer
 
     model = tokenizer or engine.model
     try:

@@ -1,11 +1,13 @@
 """`pagedcli diff`: what differs between two runs, and what each difference changes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pagedcli.answers.survey import prompt_model
+from pagedcli.batch.prompts import limits_without_pool, open_prompts
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.cures import find_cures
 from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
@@ -17,10 +19,9 @@ from pagedcli.line_files import LineReader
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import say, working
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.simulation.difference import Side
+from pagedcli.simulation import difference_tables as tables
+from pagedcli.simulation.difference import Comparison, Side, recorded_sides
+from pagedcli.simulation.sources import read_prompts
 
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
@@ -52,8 +53,6 @@ def diff(
 
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
-    from pagedcli.simulation import difference_tables as tables
-    from pagedcli.simulation.difference import Comparison, recorded_sides
 
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
@@ -91,13 +90,10 @@ def _is_trace(path: Path) -> bool:
     return next(iter(LineReader(path, "trace")), b"").startswith(TRACE.beginning)
 
 
-def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> "tuple[list[Side], Tokenizer]":
+def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> tuple[list[Side], Tokenizer]:
     """Two prompt files, as this machine would run them, and their tokenizer."""
-    from pagedcli.batch.prompts import limits_without_pool, open_prompts
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
-    from pagedcli.simulation.difference import Side
-    from pagedcli.simulation.sources import read_prompts
 
     folder, spec = prompt_model(loaded, None)
     if spec is None:

@@ -9,15 +9,24 @@ import typer
 
 from pagedcli import __version__
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fit_in_words, fits, groups_and_states
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.core.plan import Plan
 from pagedcli.errors import BackendError, UsageError
+from pagedcli.later import torch
+from pagedcli.models.hub import model_folder
+from pagedcli.models.reading import read_spec
+from pagedcli.native import load_library, paths
+from pagedcli.native.build import find_compiler
+from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, NAMES, bf16_path, int8_path, measure_peaks
+from pagedcli.native.processor import processor_flags
+from pagedcli.planning.floors import StepFloor
 from pagedcli.records import RIGHT, Bytes, as_row, count, size
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.core.plan import Plan
     from pagedcli.planning.decision import Decision
     from pagedcli.planning.machine import Machine
     from pagedcli.runner.self_test import CheckResult, LookUp
@@ -97,8 +106,7 @@ def doctor(
 
 def _decided(device: str, machine: "Machine", model: str = BUILTIN_MODEL) -> "Decision":
     """How a model runs here, of which only config.json is read."""
-    from pagedcli.models.reading import read_spec
-    from pagedcli.planning.decide import decide, model_folder
+    from pagedcli.planning.decide import decide
 
     config = EngineConfig(model=model, device=device)
     return decide(config, read_spec(model_folder(config, weights=False)), machine)
@@ -158,7 +166,6 @@ def _speed(decision: "Decision") -> str:
     """The most that memory and processor allow."""
     from pagedcli.bench.rates import measure_rates
     from pagedcli.planning.decide import resolve_dtype
-    from pagedcli.planning.floors import StepFloor
 
     dtype = resolve_dtype(decision.config.dtype, decision.spec)
     roofline = measure_rates(dtype).limits
@@ -210,8 +217,6 @@ class Backend:
 
 
 def _versions_table() -> Table:
-    import torch
-
     rows = [
         Version("pagedcli", __version__),
         Version("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -231,8 +236,6 @@ def _version(package: str) -> str:
 
 def _compiler() -> str:
     """The status of the native CPU kernels."""
-    from pagedcli.native.build import find_compiler
-
     try:
         return " ".join(find_compiler().command)
     except BackendError as error:
@@ -240,8 +243,6 @@ def _compiler() -> str:
 
 
 def _devices_table() -> Table:
-    import torch
-
     from pagedcli.native.system import usable_cores
     from pagedcli.planning.machine import host_memory, processor_name
 
@@ -259,11 +260,6 @@ def _devices_table() -> Table:
 
 def _paths_table() -> Table:
     """The instructions that the native CPU kernels use, and their peak compared with the processor's others."""
-    import torch
-
-    from pagedcli.native import load_library
-    from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, NAMES, bf16_path, int8_path, measure_peaks
-
     rows: list[CpuPath] = []
     notes: list[str] = []
     try:
@@ -296,9 +292,6 @@ def _weights_table() -> Table:
 
 def _instruction_notes() -> list[str]:
     """The instructions that the native kernels use, and the others that the processor has."""
-    from pagedcli.native import load_library, paths
-    from pagedcli.native.processor import processor_flags
-
     flags = processor_flags()
     found = sorted(flag for flag in flags if flag.startswith("amx") or flag in _FLAGS)
     notes = [f"matrix instructions of the processor: {', '.join(found) or 'none known'}"]
@@ -320,8 +313,6 @@ def _instruction_notes() -> list[str]:
 
 
 def _why_no_gpu() -> str:
-    import torch
-
     from pagedcli.planning.machine import unseen_gpu
 
     if (reason := unseen_gpu()) is not None:
@@ -342,7 +333,7 @@ def _engine_table(device: str) -> Table:
     return engine_table(f"Engine settings on {device}, with the built-in model", found)
 
 
-def engine_table(title: str, found: "Plan | str") -> Table:
+def engine_table(title: str, found: Plan | str) -> Table:
     """One choice that determines speed per row, or why the engine cannot start."""
     if isinstance(found, str):
         return table(Fact, "engine", title, [Fact("error", found)])
@@ -373,8 +364,6 @@ def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
 
 
 def _lookups() -> "list[LookUp]":
-    from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.planning.decide import model_folder
     from pagedcli.runner.self_test import LookUp, look_up_texts
 
     tokenizer = Tokenizer(model_folder(EngineConfig()))

@@ -23,7 +23,8 @@ from pagedcli.show.tables import Format, Table, table
 from pagedcli.show.terminal import say_notes
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import (
     REASON_WORDS,
     CheckpointRow,
@@ -96,8 +97,8 @@ def explain(
             raise UsageError("--block cannot be combined with --request, --lookups or --all")
         explain_block(trace, block, tokenizer, format_)
         return
-    named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     reader = TraceReader(trace)
+    named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     is_run, is_short = request is None and not lookups, format_ is Format.TABLE and not all_
     requests = RecordedRequests() if is_run and format_ is not Format.CSV else None
     explainer, state = explain_trace(reader, *([] if requests is None else [requests]))
@@ -105,14 +106,11 @@ def explain(
     loaded = recorded_tokenizer(trace, tokenizer)
     decode = None if loaded is None else loaded.decode
     cures = [] if requests is None else recorded_cures(requests, state, loaded)
-    if named is None:
+    if named is not None:
+        answer, tables = _of_request(named, _lookups_of(named, explainer, trace), decode, state, in_short=is_short)
+    else:
         answer = [] if lookups else [why_in_words(explainer, state)]
         tables = _tables(explainer, decode, in_short=is_short and is_run, every_lookup=lookups)
-    else:
-        chosen = _lookups_of(named, explainer, trace)
-        answer = _story(chosen, decode, filter(None, map(state.seq, named.seq_ids)))
-        answer += ["As a table: --all."] if is_short else []
-        tables = [] if is_short else [_lookups_table(chosen, "Lookups", decode)]
     if format_ is Format.CSV:  # one table per file
         tables = [each for each in tables if each.key == ("totals" if is_run else "lookups")]
     print_answer(answer, cures, tables, format_, _facts(explainer, state))
@@ -136,6 +134,14 @@ def _lookups_of(named: NamedRequest, explainer: Explainer, trace: Path) -> list[
     if not found:
         raise UsageError(f"request {named.name!r} of {trace} was never admitted: it has no prefix lookup")
     return found
+
+
+def _of_request(
+    named: NamedRequest, lookups: list[Lookup], decode: Decode | None, state: PoolState, *, in_short: bool
+) -> tuple[list[str], list[Table]]:
+    """What is said of a request, and its table."""
+    story = _story(lookups, decode, filter(None, map(state.seq, named.seq_ids)))
+    return ([*story, "As a table: --all."], []) if in_short else (story, [_lookups_table(lookups, "Lookups", decode)])
 
 
 def _story(lookups: Sequence[Lookup], decode: Decode | None, seqs: Iterable[SeqState]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import typer
+import yaml
 
 from pagedcli.batch.job import Job
 from pagedcli.cli.dump_kv import Dump, DumpFiles, table_width
@@ -19,7 +20,7 @@ from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, only_wanted, to_all
-from pagedcli.show.tables import Format
+from pagedcli.show.tables import Column, Format, Table, print_tables
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
@@ -176,11 +177,7 @@ def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
         document = {"config": config_document(loaded), "sources": loaded.sources}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())
     elif format_ == "yaml":
-        import yaml
-
         print(yaml.safe_dump(config_document(loaded), sort_keys=False, allow_unicode=True), end="")
     else:
-        from pagedcli.show.tables import Column, Table, print_tables
-
         columns = [Column(name, name) for name in ("key", "value", "from")]
         print_tables([Table("config", "Effective configuration", columns, config_rows(loaded))], Format(format_))

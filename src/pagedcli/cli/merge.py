@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from pagedcli.batch.columns import kind_of
+from pagedcli.batch.merge import merge_shards
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import check_files
 from pagedcli.printable import plural
@@ -40,8 +42,6 @@ def merge(
 
     Exit codes: 0 success, 1 a shard is damaged, 2 the files are not the shards of one run, 3 there are error rows.
     """
-    from pagedcli.batch.columns import kind_of
-    from pagedcli.batch.merge import merge_shards
     from pagedcli.distributed.merge import merge_parts
 
     reads = {f"the shard {path}": path for path in shards}

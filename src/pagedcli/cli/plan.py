@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagedcli.answers.cures import CURES_S, Cure
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fits
+from pagedcli.answers.hits import Hits, hits
 from pagedcli.answers.survey import FirstAnswer, PromptScan, first_answer, prompt_model, scan_prompts
+from pagedcli.answers.time import MOST_IN_FULL, MOST_SIMULATED, SAMPLED, Forecast, time, with_hits_of_all
+from pagedcli.batch.columns import Columns
+from pagedcli.batch.line_sample import LineSample, sample_lines
+from pagedcli.batch.lines import Line
+from pagedcli.batch.prompts import open_source
 from pagedcli.cli.cures import find_cures, or_note, print_answer
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
@@ -22,18 +29,17 @@ from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import capitalized, expected_text, percent_text, plural, refused_text
+from pagedcli.process import old_objects_left_alone
 from pagedcli.show.tables import Format, Table
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
+from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
+from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
+from pagedcli.simulation.settings import Subject
+from pagedcli.simulation.sources import PromptRequests, read_outputs
+from pagedcli.simulation.tables import curve_table
 
 if TYPE_CHECKING:
-    from pagedcli.answers.cures import Cure
-    from pagedcli.answers.hits import Hits
-    from pagedcli.answers.time import Forecast
-    from pagedcli.batch.line_sample import LineSample
-    from pagedcli.batch.lines import Line
     from pagedcli.planning.decision import Decision
-    from pagedcli.simulation.settings import Subject
-    from pagedcli.simulation.sources import PromptRequests
 
 _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
@@ -109,7 +115,7 @@ class _File:
     """What one pass over a file has found."""
 
     scan: PromptScan
-    requests: "PromptRequests"
+    requests: PromptRequests
     decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
     fit: Fit | None  # what this machine holds of the model, if it is predicted
     refusal: str | None  # why it would
@@ -151,8 +157,6 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     else:
         tables = [*([] if run is None else run.tables), *full_tables(scan, file.fit)]
     if pools is not None and is_table and options.all_:
-        from pagedcli.simulation.tables import curve_table
-
         tables.append(curve_table(pools, None if file.fit is None else file.fit.block_bytes))
     engine = file.refusal if file.decision is None else file.decision.expected_plan
     if engine is not None and (options.all_ or not is_table or file.decision is None):
@@ -197,31 +201,26 @@ def _about(time: str) -> str:
 class _TrialRun:
     """The run that other pools and settings are tried on: of a long file with a part of its requests."""
 
-    subject: "Subject"
-    found: "Forecast | None"  # None: it has not been simulated
+    subject: Subject
+    found: Forecast | None  # None: it has not been simulated
     budget_s: float  # seconds of trials
 
 
 def _trial_run(file: _File, run: "_ExpectedRun") -> _TrialRun:
-    from pagedcli.answers.cures import CURES_S
-    from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
-
     if file.requests.work + file.requests.left_out <= MOST_IN_FULL:
         return _TrialRun(run.subject, run.found, CURES_S)
     workload, left_out = file.requests.part(SAMPLED)
     return _TrialRun(replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S)
 
 
-def _pools(trial: _TrialRun) -> "Hits | None":
+def _pools(trial: _TrialRun) -> Hits | None:
     """What other pools find; None if looking for it failed."""
-    from pagedcli.answers.hits import hits
-
     subject = trial.subject
     search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=trial.budget_s)
     return or_note("the smallest pool that is enough", search, None)
 
 
-def _cures(engine: EngineConfig, scan: PromptScan, trial: _TrialRun | None, pools: "Hits | None") -> "list[Cure]":
+def _cures(engine: EngineConfig, scan: PromptScan, trial: _TrialRun | None, pools: Hits | None) -> list[Cure]:
     """What to change."""
     size, rates = engine.block_size, dict[int, float]()
     if engine.enable_prefix_caching:
@@ -241,11 +240,8 @@ def _cures(engine: EngineConfig, scan: PromptScan, trial: _TrialRun | None, pool
 
 def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
     """What is found in the file, after saying what a sample of a long one lets expect."""
-    from pagedcli.answers.time import MOST_SIMULATED
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
-    from pagedcli.process import old_objects_left_alone
-    from pagedcli.simulation.sources import PromptRequests, read_outputs
 
     name, decision, refusal = options.prompts, None, None
     folder, spec = prompt_model(loaded, options.tokenizer)
@@ -267,7 +263,7 @@ def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
         say_wrapped(f"{_first_words(first)}; reading all rows")
     progress = ProgressLine(line_every_s=5.0)
 
-    def observe(line: "Line") -> None:
+    def observe(line: Line) -> None:
         progress.show(lambda _: f"reading the prompts: {plural(line.index, 'row')}")
 
     with old_objects_left_alone():
@@ -286,12 +282,8 @@ def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
     return _File(scan, requests, decision, fit, refusal)
 
 
-def _sample(loaded: LoadedConfig, options: PlanOptions) -> "LineSample | None":
+def _sample(loaded: LoadedConfig, options: PlanOptions) -> LineSample | None:
     """Rows from all over a long file; None for a short one, and what cannot be read anywhere."""
-    from pagedcli.batch.columns import Columns
-    from pagedcli.batch.line_sample import sample_lines
-    from pagedcli.batch.prompts import open_source
-
     # a pipe gives its rows once: it is opened by the one that reads all of it
     if loaded.config.run.limit is not None or not Path(options.prompts).is_file():
         return None
@@ -314,8 +306,8 @@ def _first_words(first: FirstAnswer) -> str:
 class _ExpectedRun:
     """The run that a file would be."""
 
-    subject: "Subject"  # the run that cures are about
-    found: "Forecast"
+    subject: Subject  # the run that cures are about
+    found: Forecast
     source: str  # origin of the times, or why there are none
     facts: dict[str, Any]  # fields of the JSON
     tables: list[Table]
@@ -327,11 +319,7 @@ class _ExpectedRun:
 
 
 def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _ExpectedRun:
-    from pagedcli.answers.time import time, with_hits_of_all
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
-    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
-    from pagedcli.simulation.settings import Subject
 
     decision, run, requests = file.decision, loaded.config.run, file.requests
     assert decision is not None, "it has a pool"

@@ -1,19 +1,17 @@
 """The tables of `plan`: a file's rows, lengths, shared prefixes, block sizes and pools, in full and in short."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pagedcli.answers.fits import Fit, fit_in_words, groups_and_states
+from pagedcli.answers.hits import NEARLY, Hits
 from pagedcli.answers.survey import MAX_LISTED, PromptScan
+from pagedcli.answers.time import Forecast
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import percent_text, plural
 from pagedcli.records import LEFT, Share, count
 from pagedcli.show.tables import Fact, Table, table
-
-if TYPE_CHECKING:
-    from pagedcli.answers.hits import Hits
-    from pagedcli.answers.time import Forecast
-    from pagedcli.batch.tokenizer import Tokenizer
 
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # characters shown of each end of a shared text
@@ -34,11 +32,9 @@ def full_tables(scan: PromptScan, fit: Fit | None) -> list[Table]:
 
 
 def file_table(
-    scan: PromptScan, fit: Fit | None, run: "Forecast | None", pools: "Hits | None", doubts: Sequence[str]
+    scan: PromptScan, fit: Fit | None, run: Forecast | None, pools: Hits | None, doubts: Sequence[str]
 ) -> Table:
     """A file in a few lines. `pools`: what other pools find; `doubts`: what makes the expected run unsure."""
-    from pagedcli.answers.hits import NEARLY  # loads numpy, which help does without
-
     survey, rows = scan.plan, list[Fact]()
     for shared in survey.shared_prompts()[:1]:
         more = shared.num_prompts - len(shared.rows)
@@ -178,7 +174,7 @@ def _shared_table(scan: PromptScan) -> Table:
     return table(SharedPrefix, "shared_prefixes", "Shared prefixes that save most", rows, notes=notes)
 
 
-def _both_ends(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
+def _both_ends(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     """The text of the tokens, of a long one only the beginning and the end. Part of a character is left out."""
     ends = [token_ids]
     if len(token_ids) > 2 * _MOST_END_TOKENS:

@@ -69,24 +69,18 @@ def profile_memory(
     engine = loaded.config.engine
     described = read_described(gpu, gpu_memory, memory, used=used, others=others, peak=peak, current=current)
     fit = profile_here(engine, say) if described is None else profile_described(engine, described)
-    lengths, shared = {"model length": fit.max_model_len}, None
-    if prompts is not None:
-        of_file, shared = _lengths_of(loaded, prompts)
-        lengths |= of_file
+    lengths, shared = ({}, None) if prompts is None else _lengths_of(loaded, prompts)
+    lengths = {"model length": fit.max_model_len} | lengths
     story = [answers.fit_in_words(fit), answers.groups_and_states(fit), answers.left_in_words(fit)]
     at_once, target = _concurrency_table(fit, lengths, shared), list[Table]()
     if target_concurrency is not None:
         needs = list(answers.target_rows(fit, target_concurrency, lengths, shared or 0))
-        title = f"What {target_concurrency:,} concurrent requests need"
-        columns = "at num_blocks kv_cache_bytes device_bytes utilization fits"
-        target.append(table(ServedNeed, "target", title, needs, columns))
+        target.append(_target_table(target_concurrency, needs))
         story.append(_need(fit, target_concurrency, needs[-1]))
+    tables = [_waterfall_table(fit)] if prompts is None else [at_once, *target]
     if format_ is not Format.TABLE or all_:
         tables = [_waterfall_table(fit), at_once, *_group_tables(fit, lengths), *_format_tables(fit), *target]
-    else:
-        tables = [_waterfall_table(fit)] if prompts is None else [at_once, *target]
-    facts = as_row(fit) | {"shared_prefix_tokens": shared}
-    print_tables(tables, format_, facts=facts, story=[each for each in story if each is not None])
+    print_tables(tables, format_, facts=as_row(fit) | {"shared_prefix_tokens": shared}, story=[*filter(None, story)])
     if not fit.num_kvcache_blocks:
         hint = answers.would_fit(fit) if fit.known is not None and fit.missing_bytes else fit.pool.hint
         raise ConfigError(fit.num_kvcache_blocks_reason, hint=hint)
@@ -112,6 +106,11 @@ def _need(fit: Fit, num_requests: int, need: ServedNeed) -> str:
         f"{plural(num_requests, 'request')} of {need.num_tokens:,} tokens at once need {whole}, with {cache} of KV"
         f" cache and {weights} of weights: {total} {'is' if need.fits else 'is not'} enough."
     )
+
+
+def _target_table(num_requests: int, needs: list[ServedNeed]) -> Table:
+    title, columns = f"What {num_requests:,} concurrent requests need", "at num_blocks kv_cache_bytes device_bytes"
+    return table(ServedNeed, "target", title, needs, f"{columns} utilization fits")
 
 
 def _waterfall_table(fit: Fit) -> Table:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.cli.cures import seen_cures
 from pagedcli.cli.options import do_not_apply
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
@@ -19,9 +21,6 @@ from pagedcli.printable import one_line
 from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import is_interactive, say_notes
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
 
 
 def is_recording(path: Path, **given: object) -> bool:
@@ -58,13 +57,11 @@ def kv_decoder(model: str) -> Decode:
     return _decode_with(_tokenizer_of(model))
 
 
-def _tokenizer_of(model: str) -> "Tokenizer":
-    from pagedcli.batch.tokenizer import Tokenizer
-
+def _tokenizer_of(model: str) -> Tokenizer:
     return Tokenizer(resolve_model(model, weights=False))
 
 
-def _decode_with(tokenizer: "Tokenizer") -> Decode:
+def _decode_with(tokenizer: Tokenizer) -> Decode:
     def decode(ids: tuple[int, ...]) -> str:
         try:
             return tokenizer.decode(ids)
@@ -82,8 +79,6 @@ def print_capture(path: Path, model: str | None, format_: Format, *, in_full: bo
 
 def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple[KVState, list[str], list[Table]]:
     """The state at the end of a recording, what is said of it and its tables."""
-    from pagedcli.cli.cures import seen_cures  # loads numpy, without which a server is watched
-
     state, watchers = fold_with_curve(reader)
     tokenizer = None if model is None else _tokenizer_of(model)
     lookups = read_lookups(CaptureReader(reader.path), keep_tokens=reader.has_tokens)

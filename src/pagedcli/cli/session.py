@@ -72,12 +72,7 @@ def run_job(
     sink = work.open_sink(_stdout())
     if sink.journal is not None and sink.journal.num_rows:
         say(f"resuming: {plural(sink.journal.num_rows, 'row')} done")
-    try:
-        engine = _load_engine(job, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
-    except BaseException:
-        sink.abandon()
-        raise
-    with engine:
+    with _load_engine(job, sink, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns) as engine:
         quiet_terminal = terminal_is_taken or (job.output_file is None and sys.stdout.isatty())
         key, served = engine.decision.time_key, ServedRequests(engine.plan)
         result = _run(work, engine, sink, metrics, served, stop_requested, quiet_terminal=quiet_terminal)
@@ -206,12 +201,19 @@ def _say_resumable(sink: Sink) -> None:
         say(f"continue with: {resume_command(sys.argv[1:])}" if sink.rows_are_kept else f"note: {sink.loss}")
 
 
-def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]) -> "LLMEngine":
+def _load_engine(
+    job: Job, sink: Sink, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]
+) -> "LLMEngine":
+    """The engine of a job. Without one the sink is abandoned."""
     with nothing_to_collect():
         from pagedcli.runner.llm_engine import LLMEngine
 
     config = job.loaded.config.engine
-    engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)
+    try:
+        engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)
+    except BaseException:
+        sink.abandon()
+        raise
     say_plan(engine.plan, config)
     say_notes(engine.plan.notes)
     return engine

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,6 +23,7 @@ from pagedcli.answers.hits import (
 from pagedcli.answers.survey import prompt_model
 from pagedcli.answers.time import counts_of
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.cures import find_cures, print_answer
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.cli.picture import PictureOptions, write_file
@@ -36,6 +37,7 @@ from pagedcli.errors import EXIT_BAD_ROWS, ConfigError, UsageError
 from pagedcli.events import Eviction
 from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
+from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import percent_text, plural
 from pagedcli.show.tables import Format
@@ -48,9 +50,6 @@ from pagedcli.simulation.sources import read_outputs, read_prompts, read_workloa
 from pagedcli.simulation.tables import curve_table, hit_rate_picture, pool_row, pool_table, trace_table
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
 
 _SEARCH_S = 30.0  # seconds of processor time for the search of the smallest pool that is as good
 _DEFAULT_POOLS = "5%,10%,25%,50%,100%"
@@ -187,7 +186,7 @@ def _facts(requests: Requests, accesses: Accesses, plan: Plan, found: Hits, bloc
 # ---------------------------------------------------------------------- input
 
 
-def _read(loaded: LoadedConfig, options: SimulateOptions) -> "tuple[Requests, PoolState | None, Tokenizer | None]":
+def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Requests, PoolState | None, Tokenizer | None]:
     """The requests, for a recorded run the pool at its end, and the tokenizer of their tokens, where they have any."""
     outputs = None if options.outputs is None else read_outputs(options.outputs)
     tokenizer: Tokenizer | None = None
@@ -284,8 +283,6 @@ _LIMIT_KEYS = (
 
 def _decided(loaded: LoadedConfig) -> Decision | None:
     """The engine that `generate` starts on this machine. None for a tokenizer without a model."""
-    from pagedcli.planning.machine import this_machine
-
     _, spec = prompt_model(loaded, None)
     if spec is None:
         return None

@@ -7,11 +7,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from pagedcli.app.pool_players import LivePlayer
 from pagedcli.batch.job import Job
 from pagedcli.batch.lines import is_live
 from pagedcli.batch.prompts import open_source
@@ -42,9 +43,6 @@ from pagedcli.trace.files import TraceWriter
 from pagedcli.views.names import NamedRequest, unknown_request
 from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.whole_run import Findings, WholeRun
-
-if TYPE_CHECKING:
-    from pagedcli.app.pool_players import LivePlayer
 
 _INPUT_HELP = "Prompts (also .gz) to generate from, or a recorded run."
 _OUTPUT_HELP = "Write the rows, or the --export of a recorded run, to this file. Default: discard the rows."
@@ -181,7 +179,6 @@ def _run_under_application(
 ) -> int:
     from pagedcli.app.base import watch
     from pagedcli.app.pool_app import PoolApp
-    from pagedcli.app.pool_players import LivePlayer
 
     player = LivePlayer(whole_run, follow=follow, paused=paused, recorded=recorded)
     told: list[str] = []
@@ -204,7 +201,7 @@ def _run_under_application(
 def _run(
     job: Job,
     whole_run: WholeRun,
-    view: "StepPrinter | PlainView | LivePlayer",
+    view: StepPrinter | PlainView | LivePlayer,
     *,
     dump_files: DumpFiles | None,
     record_tokens: bool,

@@ -79,14 +79,7 @@ def verify(
 
     Exit codes: 0 all rows are equal, or with --logits compared, 1 rows differ, 2 a file cannot be compared.
     """
-    for path in (a, b):
-        if not path.exists():
-            raise UsageError(f"there is no {path}", hint="verify compares two outputs of pagedcli generate or merge")
-        if not path.is_file() or path.suffix.lower() in (".csv", ".parquet"):
-            raise UsageError(
-                f"cannot compare {path}: this is not a file of JSONL rows",
-                hint="write the rows with generate -o out.jsonl; pagedcli merge joins the parts of a --ray run",
-            )
+    _check_files(a, b)
     rows = [read_rows(path, answer=output_field, by_order=by_order) for path in (a, b)]
     if logits:
         _compare_logits(pairs(*rows), format_)
@@ -96,6 +89,17 @@ def verify(
         found.add(first, second)
     print_tables(found.tables(), format_, facts=found.facts(), story=[found.answer()])
     raise typer.Exit(EXIT_DIFFERENT if found.differences else 0)
+
+
+def _check_files(*paths: Path) -> None:
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"there is no {path}", hint="verify compares two outputs of pagedcli generate or merge")
+        if not path.is_file() or path.suffix.lower() in (".csv", ".parquet"):
+            raise UsageError(
+                f"cannot compare {path}: this is not a file of JSONL rows",
+                hint="write the rows with generate -o out.jsonl; pagedcli merge joins the parts of a --ray run",
+            )
 
 
 def _compare_logits(rows: Iterable[tuple[ComparedRow | None, ComparedRow | None]], format_: Format) -> None:

@@ -5,7 +5,6 @@ Used by the scheduler; needs neither torch nor the engine.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.checkpoints import StateUser
@@ -13,16 +12,14 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.states import StatePool
+from pagedcli.core.store import PrefixStore
 from pagedcli.events import Emit
-
-if TYPE_CHECKING:
-    from pagedcli.core.store import PrefixStore
 
 
 class Cache:
     """Blocks and slots of state. A hit is the longest beginning after which both can continue."""
 
-    store: "PrefixStore | None" = None  # blocks of earlier processes; None: none is used
+    store: PrefixStore | None = None  # blocks of earlier processes; None: none is used
 
     def __init__(self, blocks: BlockManager, states: StatePool | None = None) -> None:
         self.blocks = blocks
@@ -86,7 +83,7 @@ class Cache:
                 break
         return replace(hit, num_disk_tokens=blocks.num_computed_after(seq, hit) - num_before)
 
-    def _ends(self, seq: StateUser, most: int, store: "PrefixStore") -> set[int] | None:
+    def _ends(self, seq: StateUser, most: int, store: PrefixStore) -> set[int] | None:
         """After how many spans the state can continue, with what the store has; None: any number."""
         states = self.states
         return None if states is None else {*states.boundaries(seq, most), *states.stored(seq, most, store)}

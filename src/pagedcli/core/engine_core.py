@@ -17,10 +17,10 @@ from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
-from pagedcli.core.requests import FinishedRequest, Forks, Request
+from pagedcli.core.requests import FinishedRequest, Forks, UnfinishedRequest
 from pagedcli.core.scheduler import Scheduler
-from pagedcli.core.scoring import SCORING, Targets
-from pagedcli.core.sequence import Guide, Sequence, SequenceFacts, SequenceStatus, StopChecker
+from pagedcli.core.scoring import SCORING
+from pagedcli.core.sequence import Guide, ScoredPart, Sequence, SequenceFacts, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, LaunchedStep, StepBuilder, StepTokens
 from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, ScheduledStep, StepClock, TimedEmit
 from pagedcli.errors import RequestError
@@ -77,7 +77,7 @@ class EngineCore:
         self._builder = make_builder(self.scheduler)
         self.observe_work: Callable[[ScheduledStep], None] | None = None  # receives each step before it is launched
         self._in_flight: LaunchedStep | None = None
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, UnfinishedRequest] = {}
         self._finished: list[FinishedRequest] = []  # requests that `step` has not returned yet
         self._next_seq_id = 0
         self._num_added = 0
@@ -112,12 +112,7 @@ class EngineCore:
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
         try:
-            if request_id in self._requests:
-                raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
-            if continuations is None:
-                max_new_tokens = admit(self.limits, prompt_token_ids, params)
-            else:
-                admit_scores(self.limits, prompt_token_ids, continuations)
+            max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations)
         except RequestError as error:
             if self._emit is not None:
                 self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
@@ -125,11 +120,13 @@ class EngineCore:
         self._num_added += 1
         token_ids, targets = list(prompt_token_ids), None
         if continuations is not None:
-            max_new_tokens, params, targets = 0, SCORING, Targets.of_context(len(token_ids), continuations)
+            params, targets = SCORING, ScoredPart.of_context(len(token_ids), continuations)
             token_ids += [] if targets.together else continuations[0][:-1]
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
             cache_salt = f" prompt_logprobs {self._next_seq_id}"
-        request = Request(make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes)
+        request = UnfinishedRequest(
+            make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes
+        )
         request.continuations = continuations
         seq = self._new_sequence(
             request_id,
@@ -151,6 +148,17 @@ class EngineCore:
         if targets is not None and continuations is not None and targets.of_forks(continuations):
             self._forks.expect_continuations(seq)
         self.scheduler.add(seq)
+
+    def _admitted(
+        self, request_id: str, prompt: Ids[int], params: SamplingParams, continuations: Ids[Ids[int]] | None
+    ) -> int:
+        """Most tokens that a new request may generate. Raises: RequestError."""
+        if request_id in self._requests:
+            raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
+        if continuations is None:
+            return admit(self.limits, prompt, params)
+        admit_scores(self.limits, prompt, continuations)
+        return 0
 
     def has_unfinished_requests(self) -> bool:
         """Whether step has something to do or to return."""

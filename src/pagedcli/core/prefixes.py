@@ -6,7 +6,6 @@ kept as int64 bytes: fast to compare and hash, and invisible to the garbage coll
 
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens: those that reports compare
 SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smaller ones
 WINDOW_ROWS = 8192  # most requests that are sorted by prefix at a time
 WINDOW_TOKENS = 2**20  # most tokens of their prompts: about 40 MB
-_MIN_RECENT = 65536
 HashFunction = Callable[[bytes, int | None], int]
 
 
@@ -60,47 +58,6 @@ def unit_digests(token_ids: Sequence[int], cache_salt: str | None, unit: int) ->
         prefix = hash_block(data[start : start + step], prefix)
         digests.append(prefix)
     return digests
-
-
-class PrefixRows:
-    """Known digests of prefixes and the row that each first appeared in: sorted arrays and a small recent dict."""
-
-    def __init__(self) -> None:
-        self._digests, self._rows = array("Q"), array("I")
-        self._recent: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._digests) + len(self._recent)
-
-    def first_row(self, digest: int) -> int | None:
-        """The first row with the prefix of this digest; None if there is none."""
-        row = self._recent.get(digest)
-        if row is not None:
-            return row
-        place = bisect_left(self._digests, digest)
-        return self._rows[place] if place < len(self._digests) and self._digests[place] == digest else None
-
-    def num_known(self, digests: Sequence[int]) -> int:
-        """How many leading digests of a prompt are known, by bisection."""
-        return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
-
-    def add(self, digests: Sequence[int], row: int) -> None:
-        for digest in digests:
-            self._recent[digest] = row
-        # merge an eighth of the whole at a time: amortized linear copying
-        if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
-            self._merge()
-
-    def _merge(self) -> None:
-        import numpy as np  # only needed for many sequences: commands that read a trace start without it
-
-        recent = np.fromiter(self._recent.keys(), np.uint64, len(self._recent))
-        rows = np.fromiter(self._recent.values(), np.uint32, len(self._recent))
-        digests = np.concatenate([np.frombuffer(self._digests, np.uint64), recent])
-        rows = np.concatenate([np.frombuffer(self._rows, np.uint32), rows])
-        order = np.argsort(digests, kind="stable")
-        self._digests, self._rows = array("Q", digests[order].tobytes()), array("I", rows[order].tobytes())
-        self._recent = {}
 
 
 def num_equal(a: Sequence[object], b: Sequence[object]) -> int:
@@ -158,8 +115,8 @@ class SeenPrefixes:
     """
 
     def __init__(self) -> None:
-        self._newer: dict[str | None, PrefixTree] = {}  # salt -> tree
-        self._older: dict[str | None, PrefixTree] = {}
+        self._newer: dict[str | None, TokenTree] = {}  # salt -> tree
+        self._older: dict[str | None, TokenTree] = {}
         self._num_tokens = 0  # tokens in the newer tree
         self.has_forgotten = False
 
@@ -168,7 +125,7 @@ class SeenPrefixes:
         without `look_back` only those that came last count."""
         tokens, older = token_bytes(token_ids), self._older.get(salt) if look_back else None
         found = 0 if older is None else older.find(tokens).num_tokens
-        shared = self._newer.setdefault(salt, PrefixTree()).add(tokens)
+        shared = self._newer.setdefault(salt, TokenTree()).add(tokens)
         self._num_tokens += len(token_ids) - shared.num_tokens
         if self._num_tokens >= MOST_SEEN_TOKENS:
             self.has_forgotten = self.has_forgotten or bool(self._older)
@@ -191,7 +148,7 @@ class _Edge(msgspec.Struct, eq=False):
     edges: "dict[bytes, _Edge]"
 
 
-class PrefixTree:
+class TokenTree:
     """Sequences of tokens by their beginnings. Edges are runs of tokens: after `1 2 3 4` and `1 2 9`, the first edge
     `1 2` leads to the edges `3 4` and `9`; of `1 2 9 9` three tokens are found."""
 

@@ -11,10 +11,11 @@ from typing import Any
 from pagedcli.core.beams import BeamSearch, Candidates
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scheduler import Scheduler
-from pagedcli.core.scoring import ContinuationScore, Targets
+from pagedcli.core.scoring import ContinuationScore
 from pagedcli.core.sequence import (
     Guide,
     SampleOutput,
+    ScoredPart,
     Sequence,
     SequenceFacts,
     SequenceStatus,
@@ -57,7 +58,7 @@ class FinishedRequest:
 
 
 @dataclass(slots=True)
-class Request:
+class UnfinishedRequest:
     """An unfinished request: its samples so far."""
 
     seqs: list[Sequence] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Request:
         return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
 
     @property
-    def targets(self) -> list[Targets]:
+    def targets(self) -> list[ScoredPart]:
         """What its sequences score, the context first; empty if it generates."""
         return [seq.targets for seq in self.seqs if seq.targets is not None]
 
@@ -161,7 +162,7 @@ class Forks:
         """Remember a context from which continuations fork once it is computed."""
         self._contexts.add(context.seq_id)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: UnfinishedRequest) -> None:
         """The request has ended."""
         first = request.seqs[0]
         self._parents.discard(first.seq_id)
@@ -173,7 +174,7 @@ class Forks:
         return seq.seq_id in self._parents
 
     def fork_samples(
-        self, requests: Mapping[str, Request], sampled: list[Sequence], new_sequence: NewSequence
+        self, requests: Mapping[str, UnfinishedRequest], sampled: list[Sequence], new_sequence: NewSequence
     ) -> tuple[list[Sequence], list[int] | None]:
         """Fork the other samples of requests whose prompt this step computes; they share its logits.
 
@@ -201,7 +202,7 @@ class Forks:
         """Whether continuations will fork from this computed context."""
         return any(each is seq for each in self._computed)
 
-    def start_continuations(self, requests: Mapping[str, Request], new_sequence: NewSequence) -> None:
+    def start_continuations(self, requests: Mapping[str, UnfinishedRequest], new_sequence: NewSequence) -> None:
         """Queue the continuations of the contexts that have been computed and have their scores."""
         for context in self._computed:
             request, targets = requests[context.request_id], context.targets
@@ -217,7 +218,7 @@ class Forks:
         self._computed = [seq for seq in scored if not seq.forks]
 
     def advance_beams(
-        self, request: Request, candidates: Mapping[int, Candidates], now_s: float, new_sequence: NewSequence
+        self, request: UnfinishedRequest, candidates: Mapping[int, Candidates], now_s: float, new_sequence: NewSequence
     ) -> list[Sequence]:
         """Continue the beams of a request with the tokens that its search chooses of their candidates, by seq_id.
         Returns them, best first, with a finish reason if the search has ended."""
@@ -243,7 +244,7 @@ class Forks:
             raise
 
 
-def _new_fork(request: Request, targets: Targets, new_sequence: NewSequence) -> Sequence:
+def _new_fork(request: UnfinishedRequest, targets: ScoredPart, new_sequence: NewSequence) -> Sequence:
     """A sequence that scores a continuation after its first token."""
     assert request.continuations is not None, "continuations are scored"
     token_ids = [*request.seqs[0].token_ids, *request.continuations[targets.index][:-1]]
@@ -251,7 +252,7 @@ def _new_fork(request: Request, targets: Targets, new_sequence: NewSequence) -> 
 
 
 def _new_sample(
-    request: Request, new_sequence: NewSequence, token_ids: list[int] | None = None, **fields: Any
+    request: UnfinishedRequest, new_sequence: NewSequence, token_ids: list[int] | None = None, **fields: Any
 ) -> Sequence:
     """A further sequence of a request, with these tokens, by default its prompt alone."""
     first = request.seqs[0]

@@ -13,12 +13,9 @@ Used by the engine core; needs no torch.
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 from pagedcli.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from pagedcli.core.sequence import Sequence
 
 SCORING = SamplingParams(temperature=0)  # parameters of requests that generate nothing: none has an effect
 
@@ -60,8 +57,6 @@ class Targets:
     index: int = 0  # place of the continuation in its row
     found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
     is_done: bool = False  # its last token has been computed, and the result read
-    context: "Sequence | None" = None  # the sequence with computed tokens from which it forks as it starts
-    forks: "list[Sequence]" = field(default_factory=list)  # sequences whose context it is
 
     def wanted(self, start: int, end: int) -> tuple[int, list[int]]:
         """Which tokens get a score when the positions start ... end-1 are computed: the index of the first, and the
@@ -77,7 +72,7 @@ class Targets:
         self.found[begin : begin + len(scores)] = scores
 
     @classmethod
-    def of_context(cls, num_context_tokens: int, continuations: Items[Items[int]]) -> "Targets":
+    def of_context(cls, num_context_tokens: int, continuations: Items[Items[int]]) -> Self:
         """What the first sequence of a request predicts."""
         last = num_context_tokens - 1
         if len(continuations) == 1:
@@ -85,14 +80,14 @@ class Targets:
         firsts, num_later = [token_ids[0] for token_ids in continuations], sum(len(each) - 1 for each in continuations)
         return cls(num_context_tokens, firsts, last, together=True, num_fork_tokens=num_later)
 
-    def of_forks(self, continuations: Items[Items[int]]) -> "list[Targets]":
+    def of_forks(self, continuations: Items[Items[int]]) -> list[Self]:
         """What the sequences predict that fork from this context."""
         if not self.together:
             return []
         num_context = self.num_context_tokens
         pairs = enumerate(continuations)
         return [
-            Targets(num_context, list(token_ids[1:]), num_context, index=index)
+            type(self)(num_context, list(token_ids[1:]), num_context, index=index)
             for index, token_ids in pairs
             if len(token_ids) > 1
         ]

@@ -55,6 +55,14 @@ class Draft(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class ScoredPart(Targets):
+    """What a sequence scores, and the sequences that share its context."""
+
+    context: "Sequence | None" = None  # the sequence with computed tokens from which it forks as it starts
+    forks: "list[Sequence]" = field(default_factory=list)  # sequences whose context it is
+
+
+@dataclass(slots=True, eq=False)
 class SequenceFacts:
     """What only events and the metrics of a request say of a sequence. Times are those of perf_counter."""
 
@@ -92,7 +100,7 @@ class Sequence:
     stop_checker: StopChecker | None = None
     guide: Guide | None = None
     prefixes: list[Prefix] = field(default_factory=list)  # one per full block hashed so far
-    targets: Targets | None = None  # tokens to score; such a sequence generates nothing
+    targets: ScoredPart | None = None  # tokens to score; such a sequence generates nothing
     is_private: bool = False  # the prefix store neither has nor gets its blocks
     facts: SequenceFacts = field(default_factory=SequenceFacts)
 

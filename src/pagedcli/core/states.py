@@ -26,7 +26,6 @@ otherwise it keeps the old one, and its next step computes the tokens since then
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pagedcli.events as ev
 from pagedcli.core.checkpoints import CheckpointPlan, CheckpointPolicy, HeldSlots, StateUser
@@ -34,9 +33,7 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.prefixes import Prefix
-
-if TYPE_CHECKING:
-    from pagedcli.core.store import PrefixStore
+from pagedcli.core.store import PrefixStore
 
 
 @dataclass(slots=True, eq=False)
@@ -146,13 +143,13 @@ class StatePool:
 
     # ------------------------------------------------------------------ the store
 
-    def stored(self, seq: StateUser, most: int, store: "PrefixStore") -> list[int]:
+    def stored(self, seq: StateUser, most: int, store: PrefixStore) -> list[int]:
         """After how many full spans, at most `most`, the store has the state of a sequence with these tokens."""
         spans = range(1, min(most, self.plan.last_readable(seq)) + 1)
         found = store.found_states(seq, {span: self.plan.prefix(seq, span) for span in spans})
         return [span for span in found if self._find(self.plan.prefix(seq, span)) is None]
 
-    def restore(self, seq: StateUser, num_spans: int, store: "PrefixStore") -> bool:
+    def restore(self, seq: StateUser, num_spans: int, store: PrefixStore) -> bool:
         """Bring the state after so many spans from the store, unless it is here. Returns False if it could not be read;
         then the store has it no longer."""
         prefix = self.plan.prefix(seq, num_spans)
@@ -172,7 +169,7 @@ class StatePool:
             self._emit(ev.CheckpointRestored(seq.seq_id, slot.slot_id, prefix.hash, num_tokens))
         return True
 
-    def offer(self, seq: StateUser, hit: PrefixHit, store: "PrefixStore") -> None:
+    def offer(self, seq: StateUser, hit: PrefixHit, store: PrefixStore) -> None:
         """A sequence has started after its hit: the checkpoint that it found is for the store, too."""
         slot_id = self._find(self.plan.prefix(seq, hit.num_spans)) if hit.num_spans else None
         if slot_id is not None:

@@ -18,6 +18,7 @@ from pagedcli.batch.rows import Row, RowWriter
 from pagedcli.batch.stream import RowStream
 from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.errors import UsageError
+from pagedcli.later import pyarrow as pa
 from pagedcli.llm_keywords import engine_config
 from pagedcli.sampling_params import SamplingParams, seed_for
 
@@ -129,8 +130,6 @@ class _Batch:
 
 def _table(batch: Any) -> Any:
     """A batch of any of Ray Data's formats as a pyarrow.Table."""
-    import pyarrow as pa
-
     if isinstance(batch, pa.Table):
         return batch
     if isinstance(batch, dict):  # numpy

@@ -14,6 +14,8 @@ from pagedcli.batch.sinks import whole_rows
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import writing
+from pagedcli.later import parquet as pq
+from pagedcli.later import pyarrow as pa
 
 _TABLE_ROWS = 16_384  # per row group of a merged table
 _PIECE_ROWS = 1024  # rows of one part in memory at once
@@ -64,9 +66,6 @@ def _lines(folder: PartFolder, records: list[RunRecord], stack: ExitStack) -> It
 
 def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack, output: BinaryIO) -> None:
     require_pyarrow()
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     for number, record in enumerate(records):
         with folder.part(number).open("rb") as file:
             check_unchanged(folder.part(number), record, digest_of(file))
@@ -91,8 +90,6 @@ class _TableReader:
         self._left: list[Any] = []  # pyarrow.RecordBatch
 
     def take(self, num_rows: int) -> Any:
-        import pyarrow as pa
-
         while sum(batch.num_rows for batch in self._left) < num_rows:
             self._left.append(next(self._batches))
         table = pa.Table.from_batches(self._left, self._schema)

@@ -28,6 +28,8 @@ from pagedcli.batch.prompts import Prompts
 from pagedcli.distributed.partition import Ints, PrefixKeys
 from pagedcli.errors import UsageError
 from pagedcli.files import read_own, sync_files, whole_file
+from pagedcli.later import parquet as pq
+from pagedcli.later import pyarrow as pa
 from pagedcli.line_files import NOT_JSON
 
 SCHEMA_VERSION = 1
@@ -201,9 +203,6 @@ class PartFolder:
         write()
 
     def _cut_table(self, table: ParquetSource, part_of_row: Ints, num_parts: int) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(pq.ParquetWriter(self._input(number).with_suffix(".parquet"), table.schema))

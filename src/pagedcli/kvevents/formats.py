@@ -5,13 +5,20 @@ hashes 256 characters: an event's memory is bounded by its message's.
 """
 
 from array import array
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from pagedcli.kvevents import wire
 
-if TYPE_CHECKING:
-    from pagedcli.kvevents.redact import Redactor
+
+class Redacts(Protocol):
+    """Digests what prompts could be recovered from (kvevents.redact)."""
+
+    def fields(self, fields: dict[Any, Any]) -> dict[Any, Any]: ...
+    def tokens_after(self, parent: Any, tokens: Sequence[Any]) -> list[int]: ...
+    def number(self, value: Any) -> Any: ...
+    def other(self, value: Any) -> Any: ...
+
 
 _MAX_HASH_BYTES = 256
 _MAX_BLOCK_TOKENS = 1 << 24
@@ -59,7 +66,7 @@ class EventFormat(Protocol):
         """Decode a message. Raises: WireError if it is none; single events that cannot be read are counted."""
         ...
 
-    def redacted(self, plain: Any, redactor: "Redactor") -> Any:
+    def redacted(self, plain: Any, redactor: Redacts) -> Any:
         """The message with the same shape, from which no prompt can be recovered."""
         ...
 
@@ -336,7 +343,7 @@ class TaggedEvents:
                 _keep_name(batch.unknown_types, unknown.name)
         return batch
 
-    def redacted(self, plain: Any, redactor: "Redactor") -> Any:
+    def redacted(self, plain: Any, redactor: Redacts) -> Any:
         if isinstance(plain, dict):
             return {
                 name: self._events(value, redactor) if name == "events" else redactor.number(value)
@@ -347,10 +354,10 @@ class TaggedEvents:
         rest = [redactor.number(value) for value in plain[2:]]
         return [redactor.number(plain[0]), self._events(plain[1], redactor), *rest]
 
-    def _events(self, events: Any, redactor: "Redactor") -> list[Any]:
+    def _events(self, events: Any, redactor: Redacts) -> list[Any]:
         return [self._event(event, redactor) for event in events] if isinstance(events, list) else []
 
-    def _event(self, event: Any, redactor: "Redactor") -> Any:
+    def _event(self, event: Any, redactor: Redacts) -> Any:
         if isinstance(event, dict):
             return redactor.fields(event)
         if not isinstance(event, list) or not event or not isinstance(event[0], str):
@@ -395,7 +402,7 @@ class TensorRTEvents:
             batch.event_ids = None
         return batch
 
-    def redacted(self, plain: Any, redactor: "Redactor") -> Any:
+    def redacted(self, plain: Any, redactor: Redacts) -> Any:
         if isinstance(plain, list):
             return [self.redacted(event, redactor) for event in plain]
         data = plain.get("data")
@@ -403,7 +410,7 @@ class TensorRTEvents:
         return {**redactor.fields(plain), "data": redacted}
 
     @staticmethod
-    def _data(data: dict[Any, Any], redactor: "Redactor") -> dict[Any, Any]:
+    def _data(data: dict[Any, Any], redactor: Redacts) -> dict[Any, Any]:
         redacted = redactor.fields({name: value for name, value in data.items() if name != "blocks"})
         parent, blocks = data.get("parent_hash"), data.get("blocks")
         if isinstance(blocks, list):

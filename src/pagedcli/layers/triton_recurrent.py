@@ -131,7 +131,7 @@ def recurrence(
     assert heads.by_channel == (steps is not None)
     weight, eps = norm if norm is not None else (skip, 0.0)
     z = mixed if z is None else z  # not read of Mamba-2
-    prompts, num_seqs = _Prompts.of(step), step.reads.shape[0]
+    prompts, num_seqs, exact = _Prompts.of(step), step.reads.shape[0], mixed.dtype == torch.float32
     dtype = mixed.dtype if heads.corrects else torch.float32
     out = mixed.new_empty((mixed.shape[0], heads.num_heads * heads.value_dim), dtype=dtype)
     tensors: dict[str, Any] = {"mixed_ptr": mixed, "gates_ptr": gates, "decay_ptr": decay, "bias_ptr": step_bias}
@@ -146,7 +146,6 @@ def recurrence(
     if prompts is None or not prompts.num_items:
         return out
     tensors |= {"num_tokens_ptr": step.num_tokens, "CHUNK": CHUNK, "BLOCK_N": max(16, power_of_2(heads.key_dim))}
-    exact = mixed.dtype == torch.float32
     inverses = pool  # not read of Mamba-2
     if heads.corrects:
         inverses = pool.new_empty((prompts.num_items, heads.num_heads, 1 + heads.by_channel, CHUNK, CHUNK))

@@ -1,5 +1,5 @@
 """The contract between the engine and a model: CausalLM; and between models.loading and a decoder: DecoderNeeds,
-DecoderRequest. And the error of lengths that a model cannot have.
+DecoderRequest.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,6 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.config import LoadFormat
 from pagedcli.core.plan import Kernels
-from pagedcli.errors import ModelError
 from pagedcli.layers.packed_layers import PackedLayers
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import WeightFormat
@@ -110,12 +109,3 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
     if backend.capabilities.native_step and not any(size % 2 for size in sizes):
         return "cpu"
     return "triton" if backend.capabilities.fused_store else "torch"
-
-
-def length_refusal(architecture: str, limit: int, rope_type: str, max_model_len: int) -> ModelError:
-    """The error for lengths in tokens at which the rope angles of one sequence begin to depend on its neighbours."""
-    return ModelError(
-        f"{architecture}: above {limit} tokens its rope type {rope_type!r} depends on the longest sequence of a batch, "
-        f"and max_model_len is {max_model_len}",
-        hint=f"use --max-model-len {limit}",
-    )

@@ -21,11 +21,12 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.packed_layers import PackedLayer
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import NORM_EPS
-from pagedcli.models.decoder import Parts, format_notes, read_tensors, scaled_embedding, scaled_logits
+from pagedcli.models.decoder import format_notes, read_tensors, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.mixers.attention import Attention, LatentAttention
 from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
 from pagedcli.models.mlps import Experts, Mlp
+from pagedcli.models.parts import Parts
 from pagedcli.models.spec import LayerSpec, Recurrent, layer_groups
 from pagedcli.models.stacking import UnreadTensors
 from pagedcli.models.tensors import Parameter, linear_formats

@@ -9,29 +9,29 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, fused_layers, rms_norm, stores_in_one_pass, xielu
-from pagedcli.layers.linear import LinearLayer, unpacked_note
-from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
+from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, fused_layers, rms_norm, xielu
+from pagedcli.layers.linear import unpacked_note
+from pagedcli.layers.parallel import VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import blocks
 from pagedcli.models.base import DecoderNeeds, DecoderRequest, linear_kernels
-from pagedcli.models.formats import AS_STORED, VECTOR, LayerFormat, Modules
+from pagedcli.models.formats import VECTOR
 from pagedcli.models.mixers.attention import Attention, LatentAttention
 from pagedcli.models.mlps import Experts, Mlp
 from pagedcli.models.parameters import decoder_parameters, unread_tensors
+from pagedcli.models.parts import TorchParts
 from pagedcli.models.recurrent_blocks import BODIES
-from pagedcli.models.rope import RopeSpec, rope_notes
+from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import Mixer, ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype
-from pagedcli.models.tensors import Parameter, linear_formats, linear_names, take_linear
+from pagedcli.models.tensors import Parameter, linear_formats
 from pagedcli.models.weights import open_weights
 
 if TYPE_CHECKING:
@@ -117,135 +117,10 @@ def scaled_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
     return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
-class Parts:
-    """The named parts of a model's layers, from a spec and tensors, from which each is removed when it is taken."""
-
-    def __init__(
-        self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]
-    ) -> None:
-        self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
-        self._rope_tables: dict[tuple[RopeSpec, int], Tensor] = {}  # rotary embedding, head size -> its table
-        self._query_scales: dict[RopeSpec, Tensor | None] = {}
-
-    def norm(self, key: str) -> Tensor | None:
-        """The weight [E] of a norm, or weight and bias [2, E]; None if the model does not have it."""
-        if (weight := self._tensors.pop(key, None)) is None:
-            return None
-        if self._spec.norm.offset and (key != "final_norm" or self._spec.norm.offset_last):
-            weight = weight + 1
-        bias = self._tensors.pop(f"{key}_bias", None)
-        return weight if bias is None else torch.stack((weight, bias))
-
-    def head_norms(self, mixer: Attention, key: str) -> Tensor | None:
-        """The weights of norms of each head, [2, D] of q and k, or [1, D] of q alone; None: heads are not normed."""
-        if mixer.qk_norm == "unweighted":
-            dtype = torch.float32 if self._spec.norm.in_float32 else self._request.dtype
-            return torch.ones((2, mixer.head_dim), dtype=dtype, device=self._request.device)
-        weights = self.norm(f"{key}.qk_norm")
-        return None if weights is None else weights.view(-1, mixer.head_dim)
-
-    def stored(self, key: str) -> tuple[LayerFormat, Modules, Tensor | None]:
-        """A linear layer as the checkpoint has it: its format, its modules and its bias."""
-        layer_format = self._formats[key]
-        return layer_format, take_linear(self._tensors, key, layer_format), self._tensors.pop(f"{key}.bias", None)
-
-    def discard(self, key: str) -> None:
-        """Leave the tensors of a linear layer unread."""
-        modules = linear_names(self._tensors, key, self._formats[key])
-        for name in (*(name for module in modules for name in module.values()), f"{key}.bias"):
-            self._tensors.discard(name)
-
-    def unquantized(self, key: str) -> tuple[Modules, Tensor | None]:
-        """The modules of a linear layer that is never quantized, AS_STORED, and its bias."""
-        return [{"weight": self._tensors.pop(key)}], self._tensors.pop(f"{key}.bias", None)
-
-    def latents_up(self, mixer: LatentAttention, key: str) -> tuple[Tensor, Tensor]:
-        """What absorbs K in queries [H, rank, nope_dim], and what makes V of latents [H, value_dim, rank]."""
-        name = f"{key}.latents_up"
-        if mixer.ups_apart:
-            return self._tensors.pop(f"{key}.key_up.weight"), self._tensors.pop(f"{key}.value_up.weight")
-        if name in self._formats:
-            layer_format, modules, _ = self.stored(name)
-            widened = layer_format.widened(modules, self._request.dtype)
-        else:
-            widened = self._tensors.pop(f"{name}.weight")
-        of_heads = widened.view(mixer.num_heads, -1, mixer.rank)
-        key_up, value_up = of_heads.tensor_split([mixer.nope_dim], dim=1)
-        return key_up.transpose(1, 2).contiguous(), value_up.contiguous()
-
-    @property
-    def eps(self) -> float:
-        """The epsilon of norms."""
-        return self._spec.norm.eps
-
-    @property
-    def device(self) -> torch.device:
-        return self._request.device
-
-    def needed(self, key: str) -> Tensor:
-        return self._tensors.pop(key)
-
-    def small(self, key: str) -> Tensor | None:
-        """A small tensor; None if the model does not have it."""
-        return self._tensors.pop(key, None)
-
-    def xielu(self, key: str) -> Tensor:
-        """What layers.basic.xielu takes, [4] float32."""
-        of_positive, of_negative, linear, least = (
-            self._tensors.pop(f"{key}.{part}").flatten() for part in ("alpha_p", "alpha_n", "beta", "eps")
-        )
-        return torch.cat((F.softplus(of_positive), linear + F.softplus(of_negative), linear, least))
-
-    def conv(self, key: str) -> Tensor:
-        """The weight [K, C] of a depthwise convolution."""
-        return self._tensors.pop(f"{key}.conv").flatten(1).t().contiguous()
-
-    def decay(self, key: str) -> Tensor:
-        """How fast each head of a state forgets, [H]: -exp(A_log)."""
-        return -self._tensors.pop(f"{key}.decay").flatten().exp()
-
-    def router_norm(self, key: str) -> Tensor:
-        """The norm of what a router sees, if that is the residual: its scale is that of a vector of length 1."""
-        weight: Tensor = self._tensors.pop(f"{key}.router_norm")
-        return weight.mul_(weight.shape[0] ** -0.5)
-
-    def output(self, embedding: Tensor) -> tuple[Modules, Tensor | None]:
-        """The modules of the output layer, which are the embedding [V, E] if tied, and its bias."""
-        if self._spec.tie_word_embeddings:
-            return [{"weight": embedding}], self._tensors.pop("lm_head.bias", None)
-        if "lm_head" in self._formats:
-            _, modules, bias = self.stored("lm_head")
-            return modules, bias
-        return self.unquantized("lm_head")
-
-    def table(self, rope: RopeSpec, head_dim: int) -> Tensor:
-        """The table of a rotary embedding, one for all layers that have it."""
-        if (rope, head_dim) not in self._rope_tables:
-            request = self._request
-            table = blocks.rope_table(rope, head_dim, request.max_model_len, dtype=request.dtype)
-            self._rope_tables[rope, head_dim] = table.to(request.device)
-        return self._rope_tables[rope, head_dim]
-
-    def query_scales(self, rope: RopeSpec) -> Tensor | None:
-        """What queries are multiplied by at each position, one tensor for all layers; None: by 1."""
-        if rope not in self._query_scales:
-            request = self._request
-            scales = blocks.query_scales(rope, request.max_model_len, dtype=request.dtype)
-            self._query_scales[rope] = None if scales is None else scales.to(request.device)
-        return self._query_scales[rope]
-
-
-class LayerBuilder(Parts):
+class LayerBuilder(TorchParts):
     """Builds the layers in torch."""
 
-    def __init__(
-        self, request: DecoderRequest, spec: ModelSpec, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]
-    ) -> None:
-        super().__init__(request, spec, tensors, formats)
-        self.linear_bytes = 0  # the layers' linear layers as they are kept, without biases
-        self.num_early_branches = 0  # branches that every token runs through: up to the mixer of the last keeper
-        self.fused_store = stores_in_one_pass(request.backend)
-        self.kernels = linear_kernels(spec, request.backend)
+    num_early_branches = 0  # branches that every token runs through: up to the mixer of the last keeper
 
     def tables(self) -> tuple[Callable[[Tensor], Tensor], VocabularyHead, int]:
         """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
@@ -328,27 +203,6 @@ class LayerBuilder(Parts):
         body: blocks.Body = (bodies | BODIES)[type(mixer)](self, mixer, place, key)
         return body
 
-    def backend_of(self, place: int) -> AttentionBackend:
-        """The backend of a layer, by its place among those that attend."""
-        return self._request.backend.of(self._spec.attention_layers[place])
-
-    def qk_norm(self, mixer: Attention, key: str) -> tuple[Tensor, float] | None:
-        """The norm of q and k, [H + G, D] and eps; without k where a layer has none; None: they are not normed."""
-        q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
-        if q_norm is not None and k_norm is not None:
-            return torch.cat((q_norm, k_norm)).view(-1, mixer.head_dim), self.eps
-        if (weights := self.head_norms(mixer, key)) is None:
-            return None
-        of_queries, *of_keys = weights.unbind(0)
-        rows = [of_queries.expand(mixer.num_heads, -1), *(each.expand(mixer.num_kv_heads, -1) for each in of_keys)]
-        return torch.cat(rows), self.eps
-
-    def head_linear(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
-        """A linear layer for each head, see blocks.head_linear."""
-        linear, num_bytes = blocks.head_linear(weights, self.kernels)
-        self.linear_bytes += num_bytes
-        return linear
-
     def _mlp(self, spec: Mlp | Experts, key: str) -> blocks.MlpBody | blocks.ExpertsBody | blocks.ExpertsBesideMlp:
         experts = spec if isinstance(spec, Experts) else None
         dense = spec.beside if isinstance(spec, Experts) else spec
@@ -424,29 +278,6 @@ class LayerBuilder(Parts):
         gate_up = self.linear(f"{key}.{mlp.input_name}", gated=mlp.activation in ("silu", "swish"))
         down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
         return blocks.MlpBody(gate_up, None if gate_up.gated else ACTIVATIONS[mlp.activation], down)
-
-    def plain_linear(self, key: str) -> LinearLayer:
-        return self._made(AS_STORED, *self.unquantized(key))
-
-    def linear(self, key: str, *, with_bias: bool = True, gated: bool = False) -> LinearLayer:
-        layer_format, modules, bias = self.stored(key)
-        if not with_bias:
-            bias = None
-            modules = [{suffix: module[suffix] for suffix in module.keys() - {"bias"}} for module in modules]
-        return self._made(layer_format, modules, bias, gated=gated)
-
-    def _made(
-        self, layer_format: LayerFormat, modules: Modules, bias: Tensor | None, *, gated: bool = False
-    ) -> LinearLayer:
-        linear = layer_format.linear(modules, bias, self._request.dtype, self.kernels, gated=gated)
-        self.linear_bytes += linear.nbytes
-        return linear
-
-    def summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
-        """A layer with its inputs split over the ranks: only rank 0 adds the bias."""
-        parallel = self._request.parallel
-        linear = self.linear(key, with_bias=parallel.rank == 0)
-        return linear if parallel.size == 1 else SummedLinear(linear, parallel)
 
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagedcli.core.budget import ITEMSIZE
+from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.core.plan import Kernels
 from pagedcli.models.formats import AS_STORED, VECTOR, WeightFormat
 from pagedcli.models.mixers.attention import LatentAttention
@@ -16,6 +17,8 @@ from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.tensors import Parameter, joined_format
 
+GPU_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 8192, 16384  # tokens per step, the second from this size on:
+LARGE_GPU_BYTES = 70 * 2**30
 Shard = Callable[[dict[str, Parameter]], dict[str, Parameter]]
 
 
@@ -147,6 +150,15 @@ def _tables(
 
 def _weights(parameter: Parameter, num_bytes: int, count: int) -> Weights:
     return Weights(parameters=count * math.prod(parameter.shape), num_bytes=count * num_bytes)
+
+
+def step_tokens(spec: ModelSpec, itemsize: int, device_bytes: int) -> int:
+    """Tokens that a GPU computes per step. It reads all weights once per step and launches hundreds of kernels, so a
+    step takes as many tokens as its memory holds easily: their activations stay within a sixteenth of it."""
+    num_tokens = LARGE_GPU_STEP_TOKENS if device_bytes >= LARGE_GPU_BYTES else GPU_STEP_TOKENS
+    while num_tokens > STEP_TOKENS and step_bytes(spec, num_tokens, itemsize) > device_bytes // 16:
+        num_tokens //= 2
+    return num_tokens
 
 
 def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:

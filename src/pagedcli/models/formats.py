@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
+from pagedcli.later import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from pagedcli.layers.linear import LinearLayer
@@ -163,8 +163,6 @@ def _with_biases(modules: Modules, bias: "Tensor | None", dtype: "torch.dtype") 
         return bias
     if len(stored) != len(modules):
         raise ModelError("only some modules of a linear layer have a bias", hint="download the checkpoint again")
-    import torch
-
     return torch.cat(stored).to(dtype)
 
 
@@ -244,8 +242,6 @@ class AsStored(LayerFormat, WeightFormat):
     def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
         if len(modules) == 1:
             return modules[0]["weight"]
-        import torch
-
         return torch.cat([module["weight"] for module in modules])
 
 
@@ -273,8 +269,6 @@ class MixedLayer(LayerFormat):
         )
 
     def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Tensor":
-        import torch
-
         pairs = zip(self.formats, modules, strict=True)
         return torch.cat([layer_format.widened([module], dtype) for layer_format, module in pairs])
 

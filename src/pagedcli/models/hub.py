@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-from pagedcli.config import BUILTIN_MODEL
+from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.errors import MissingModelError, ModelError
 from pagedcli.models.gguf.header import check_regular, find_gguf, is_gguf, read_header
 
@@ -11,6 +11,11 @@ from pagedcli.models.gguf.header import check_regular, find_gguf, is_gguf, read_
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 _SUFFIXES = (*(pattern.removeprefix("*") for pattern in _WANTED), ".gguf")
 _UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
+
+
+def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
+    """The folder of a configuration's model. A hub model is downloaded first, its weights only if they are wanted."""
+    return resolve_model(config.model, revision=config.revision, weights=weights)
 
 
 def resolve_model(model: str, *, revision: str | None = None, weights: bool = True) -> Path:

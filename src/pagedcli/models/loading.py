@@ -4,8 +4,8 @@ in REGISTRY.
 
 from importlib import import_module
 
-from pagedcli.errors import ConfigError, ModelError
-from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, length_refusal
+from pagedcli.errors import ConfigError
+from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
 from pagedcli.models.formats import FORMATS, WeightFormat
 from pagedcli.models.spec import ModelSpec
 
@@ -57,17 +57,3 @@ def choose_decoder(needs: DecoderNeeds) -> str:
         f"no decoder runs {needs.spec.architecture} with weights {needs.weight_format.name}: {'; '.join(refused)}",
         hint="use --device cpu on a machine with a C++ compiler, or no --quantization",
     )
-
-
-def check_length(spec: ModelSpec, max_model_len: int) -> None:
-    """Raises: ModelError if the model cannot serve requests of max_model_len tokens."""
-    if (chunk := spec.attention_chunk) is not None and max_model_len > chunk:
-        raise ModelError(
-            f"{spec.architecture} has layers that attend within chunks of {chunk} tokens, which is not implemented,"
-            f" and max_model_len {max_model_len} is longer",
-            hint=f"use --max-model-len {chunk}: up to there the chunks change nothing",
-        )
-    rope = spec.rope
-    if rope is not None and rope.extends(max_model_len) and not rope.long_factor:
-        assert rope.exact_length is not None, "only then it extends"
-        raise length_refusal(spec.architecture, rope.exact_length, "longrope", max_model_len)

@@ -3,7 +3,7 @@ stored, and one that reads it. models.quantization reads what config.json says o
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,19 +11,17 @@ from torch import Tensor
 from pagedcli.errors import ModelError
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight, unpacked
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, StoredTensor
+from pagedcli.models.packing import Packing
 
-if TYPE_CHECKING:
-    from pagedcli.models.stored_quantization import StoredQuantization
-
-_Stores: TypeAlias = "Callable[[StoredQuantization], tuple[StoredTensor, ...]]"
-_Reads: TypeAlias = "Callable[[Mapping[str, Tensor], StoredQuantization], CodedWeight]"
+_Stores: TypeAlias = "Callable[[Packing], tuple[StoredTensor, ...]]"
+_Reads: TypeAlias = "Callable[[Mapping[str, Tensor], Packing], CodedWeight]"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output feature of each four bits of a word, lowest first
 
 
 # ---------------------------------------------------------------------- what is stored
 
 
-def _gptq_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
+def _gptq_tensors(q: Packing) -> tuple[StoredTensor, ...]:
     per_word = 32 // q.bits
     zero = (1 << q.bits - 1) - q.zero_offset
     return (
@@ -35,7 +33,7 @@ def _gptq_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
     )
 
 
-def _awq_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
+def _awq_tensors(q: Packing) -> tuple[StoredTensor, ...]:
     return (
         StoredTensor("qweight", "int32", out_dim=1, in_dim=0, out_per=8, init="bits"),
         StoredTensor("qzeros", "int32", 1, 0, 8, q.group_size, init=_repeated(8, 4)),
@@ -43,7 +41,7 @@ def _awq_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
     )
 
 
-def _pack_quantized_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
+def _pack_quantized_tensors(q: Packing) -> tuple[StoredTensor, ...]:
     per_word = 32 // q.bits
     zeros = _repeated(1 << q.bits - 1, q.bits)
     return (
@@ -54,7 +52,7 @@ def _pack_quantized_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]
     )
 
 
-def _int_quantized_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
+def _int_quantized_tensors(q: Packing) -> tuple[StoredTensor, ...]:
     return (
         StoredTensor("weight", "int8", init="bits"),
         _scales("weight_scale", q),
@@ -62,14 +60,14 @@ def _int_quantized_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
     )
 
 
-def _mxfp4_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
+def _mxfp4_tensors(q: Packing) -> tuple[StoredTensor, ...]:
     return (
         StoredTensor(_MXFP4_NUMBERS[q.scale_name], "uint8", in_per=2, init="bits"),
         StoredTensor(q.scale_name, "uint8", in_per=32, init=120.0),
     )
 
 
-def _nvfp4_tensors(q: "StoredQuantization") -> tuple[StoredTensor, ...]:
+def _nvfp4_tensors(q: Packing) -> tuple[StoredTensor, ...]:
     numbers, scale = _NVFP4_NAMES[q.method]
     of_module = DEVIATION / E2M1_DEVIATION
     return (
@@ -89,7 +87,7 @@ E2M1_DEVIATION = 2.93  # standard deviation of numbers of random bits
 _MXFP4_NUMBERS = {"scales": "blocks", "weight_scale": "weight_packed"}
 
 
-def _scales(suffix: str, q: "StoredQuantization", *, out_dim: int = 0) -> StoredTensor:
+def _scales(suffix: str, q: Packing, *, out_dim: int = 0) -> StoredTensor:
     """Kept as stored: rounding them would be a second quantization."""
     out_per, in_per = q.block or (None if q.per_tensor else 1, q.group_size)
     # deviation of the numbers that dummies are made of
@@ -106,7 +104,7 @@ def _repeated(number: int, bits: int) -> float:
 # ---------------------------------------------------------------------- their packings
 
 
-def _read_gptq(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWeight:
+def _read_gptq(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     words, scales = tensors["qweight"], tensors["scales"].T
     num_in, num_out = words.shape[0] * 32 // q.bits, words.shape[1]
     # added to whole words, as what was subtracted: a zero point of 0 borrowed from its neighbour
@@ -116,7 +114,7 @@ def _read_gptq(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedW
     return _weight(codes, scales, zeros, q, groups)
 
 
-def _read_awq(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWeight:
+def _read_awq(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     def in_order(words: Tensor) -> Tensor:
         found = unpacked(words, 4, 1, words.shape[1] * 8).reshape(len(words), -1, 8)
         numbers = torch.empty_like(found)
@@ -126,7 +124,7 @@ def _read_awq(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWe
     return _weight(in_order(tensors["qweight"]), tensors["scales"].T, in_order(tensors["qzeros"]), q)
 
 
-def _read_pack_quantized(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWeight:
+def _read_pack_quantized(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     words, scales = tensors["weight_packed"], tensors["weight_scale"]
     group, codes = tensors.get("weight_g_idx"), unpacked(words, q.bits, 1, words.shape[1] * 32 // q.bits)
     zeros = None
@@ -135,14 +133,14 @@ def _read_pack_quantized(tensors: Mapping[str, Tensor], q: "StoredQuantization")
     return _weight(codes, scales, zeros, q, None if group is None else group.long())
 
 
-def _read_int_quantized(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWeight:
+def _read_int_quantized(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     codes = tensors["weight"].view(torch.uint8) ^ 128  # -128 ... 127 to 0 ... 255
     scales = tensors["weight_scale"].expand(len(codes), 1)
     zeros = None if q.symmetric else tensors["weight_zero_point"].expand(len(codes), 1).view(torch.uint8) ^ 128
     return _weight(codes, scales, zeros, q)
 
 
-def _read_float8(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWeight:
+def _read_float8(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     numbers, scales = tensors["weight"], tensors[q.scale_name].float()
     if q.block is not None:
         scales = scales.repeat_interleave(q.block[0], 0)[: len(numbers)]
@@ -150,7 +148,7 @@ def _read_float8(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> Code
     return CodedWeight(numbers, 8, scales.expand(len(numbers), -1), 0, group_size)
 
 
-def _read_mxfp4(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWeight:
+def _read_mxfp4(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     """Source: OCP Microscaling Formats (MX) Specification 1.0: e2m1, low bits first, times 2^(exponent - 127)."""
     codes = _pairs(tensors[_MXFP4_NUMBERS[q.scale_name]])
     # bfloat16 holds every power of 2 exactly; half of it, as the levels are doubled
@@ -165,7 +163,7 @@ def _powers_of_2(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
 
 
-def _read_nvfp4(tensors: Mapping[str, Tensor], q: "StoredQuantization") -> CodedWeight:
+def _read_nvfp4(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     """Source: compressed-tensors' NVFP4PackedCompressor: e2m1, low bits first, times an e4m3 number of 16 inputs and a
     number of the module."""
     numbers, scale = _NVFP4_NAMES[q.method]
@@ -190,7 +188,7 @@ def _pairs(numbers: Tensor) -> Tensor:
 
 
 def _weight(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, q: "StoredQuantization", groups: Tensor | None = None
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, q: Packing, groups: Tensor | None = None
 ) -> CodedWeight:
     if zeros is None:
         zeros = torch.full(scales.shape, 1 << q.bits - 1, device=scales.device)

@@ -2,7 +2,7 @@
 in torch."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,7 @@ from pagedcli.layers.recurrent import (
 )
 from pagedcli.models.blocks import ForwardStep
 from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, RecurrentMixer, ShortConv
-
-if TYPE_CHECKING:
-    from pagedcli.models.decoder import LayerBuilder
+from pagedcli.models.parts import TorchParts
 
 
 def triton_kernels(x: Tensor) -> Any:
@@ -38,7 +36,7 @@ def triton_kernels(x: Tensor) -> Any:
 class GatedDeltaNet:
     """A gated delta net: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    def __init__(self, parts: "LayerBuilder", shape: GatedDelta, place: int, key: str) -> None:
+    def __init__(self, parts: TorchParts, shape: GatedDelta, place: int, key: str) -> None:
         self.place, self.shape = place, shape
         self.inner = parts.linear(f"{key}.inner")  # E -> C + I: q, k, v and z
         self.gates = parts.plain_linear(f"{key}.gates")  # E -> 2H: b and a
@@ -97,7 +95,7 @@ class GatedDeltaNet:
 class KimiDeltaAttention:
     """Kimi delta attention: projection, convolution, recurrence, gated norm and projection of one layer."""
 
-    def __init__(self, parts: "LayerBuilder", shape: KimiDelta, place: int, key: str) -> None:
+    def __init__(self, parts: TorchParts, shape: KimiDelta, place: int, key: str) -> None:
         self.place, self.shape, self.eps = place, shape, parts.eps
         self.inner = parts.linear(f"{key}.inner")  # E -> 3I: q, k and v
         self.gates = parts.plain_linear(f"{key}.gates")  # E -> H
@@ -149,7 +147,7 @@ class KimiDeltaAttention:
 class MambaMixer:
     """Mamba-2: projection, convolution, scan, gated norm and projection of one layer."""
 
-    def __init__(self, parts: "LayerBuilder", shape: Mamba2, place: int, key: str) -> None:
+    def __init__(self, parts: TorchParts, shape: Mamba2, place: int, key: str) -> None:
         self.place, self.shape, self.eps = place, shape, parts.eps
         self.inner = parts.linear(f"{key}.inner")  # E -> I + C + H: the gate, then x, B and C, then the steps
         self.conv = parts.conv(key)  # [K, C] float32
@@ -198,7 +196,7 @@ class MambaMixer:
 class ShortConvolution:
     """A convolution between two gates: out(c * conv(b * x))."""
 
-    def __init__(self, parts: "LayerBuilder", shape: ShortConv, place: int, key: str) -> None:
+    def __init__(self, parts: TorchParts, shape: ShortConv, place: int, key: str) -> None:
         self.place = place
         self.inner = parts.linear(f"{key}.inner")  # E -> 3E: b, c and x
         self.conv = parts.conv(key)  # [K, E] float32
@@ -232,9 +230,7 @@ def interleaved_columns(shape: GatedDelta, device: torch.device) -> tuple[Tensor
 
 
 # The body of each kind of mixer: from the parts of its layer, the mixer, its place among those with a state, its key.
-BODIES: dict[
-    type[RecurrentMixer], Callable[["LayerBuilder", Any, int, str], Callable[[Tensor, ForwardStep], Tensor]]
-] = {
+BODIES: dict[type[RecurrentMixer], Callable[[TorchParts, Any, int, str], Callable[[Tensor, ForwardStep], Tensor]]] = {
     GatedDelta: GatedDeltaNet,
     KimiDelta: KimiDeltaAttention,
     Mamba2: MambaMixer,

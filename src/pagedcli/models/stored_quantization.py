@@ -7,18 +7,18 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.models.formats import AS_STORED, LayerFormat, StoredTensor, WeightFormat, kernels_note
+from pagedcli.models.packing import Packing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedcli.layers.quantized import CodedWeight
 
-Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8", "mxfp4", "mxfp8", "nvfp4"]
 _LONGEST_PATTERN = 2000  # characters
 _LARGEST_PATTERN = 2**23  # bytes, compiled
 
@@ -45,19 +45,9 @@ class _Names:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredQuantization(LayerFormat):
-    """Numbers of 4 or 8 bits with scales: the format of those linear layers of a checkpoint that `covers` names."""
+class StoredQuantization(Packing, LayerFormat):
+    """The format of those linear layers of a checkpoint that `covers` names."""
 
-    method: str  # quant_method, with the format of compressed-tensors
-    layout: Layout
-    bits: int  # bits per weight
-    group_size: int | None = None  # inputs that share a scale; None: all inputs of an output feature
-    block: tuple[int, ...] | None = None  # float8: outputs and inputs that share a scale
-    per_tensor: bool = False  # one scale for a whole module
-    symmetric: bool = True
-    act_order: bool = False  # the inputs of a group are not neighbours
-    zero_offset: int = 0  # number added to stored zero points: 1 in checkpoints of the first GPTQ convention
-    scale_name: str = "weight_scale"  # name of the scales of a float8 or int8 module
     targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
     skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression
     packed: frozenset[str] = frozenset()  # modules stored quantized, also where `skipped` names them

@@ -27,10 +27,11 @@ from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
-from pagedcli.models.base import DecoderNeeds, DecoderRequest, cache_shape, length_refusal
+from pagedcli.models.base import DecoderNeeds, DecoderRequest, cache_shape
 from pagedcli.models.blocks import LayerStep, layer_steps
 from pagedcli.models.checkpoint_files import stop_ids
 from pagedcli.models.formats import AS_STORED
+from pagedcli.models.lengths import length_refusal
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import Mlp
 from pagedcli.models.spec import LayerSpec, ModelSpec, layer_groups

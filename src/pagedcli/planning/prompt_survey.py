@@ -7,20 +7,18 @@ tokens of those that prompts share.
 
 import heapq
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.prefixes import (
-    BLOCK_SIZES,
-    PrefixRows,
-    SeenPrefixes,
-    token_bytes,
-    token_ids_of,
-    unit_digests,
-)
+from pagedcli.core.prefixes import BLOCK_SIZES, SeenPrefixes, token_bytes, token_ids_of, unit_digests
+
+_MIN_RECENT = 65536
 
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
 _MOST_SHOWN = 5  # shared prefixes
@@ -85,6 +83,45 @@ class _Shape(NamedTuple):
 
     def hit_tokens(self, block_size: int) -> int:
         return max(0, min(self.hit_spans(block_size) * block_size, self.num_prompt - 1))
+
+
+class PrefixRows:
+    """Known digests of prefixes and the row that each first appeared in: sorted arrays and a small recent dict."""
+
+    def __init__(self) -> None:
+        self._digests, self._rows = array("Q"), array("I")
+        self._recent: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests) + len(self._recent)
+
+    def first_row(self, digest: int) -> int | None:
+        """The first row with the prefix of this digest; None if there is none."""
+        row = self._recent.get(digest)
+        if row is not None:
+            return row
+        place = bisect_left(self._digests, digest)
+        return self._rows[place] if place < len(self._digests) and self._digests[place] == digest else None
+
+    def num_known(self, digests: Sequence[int]) -> int:
+        """How many leading digests of a prompt are known, by bisection."""
+        return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
+
+    def add(self, digests: Sequence[int], row: int) -> None:
+        for digest in digests:
+            self._recent[digest] = row
+        # merge an eighth of the whole at a time: amortized linear copying
+        if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
+            self._merge()
+
+    def _merge(self) -> None:
+        recent = np.fromiter(self._recent.keys(), np.uint64, len(self._recent))
+        rows = np.fromiter(self._recent.values(), np.uint32, len(self._recent))
+        digests = np.concatenate([np.frombuffer(self._digests, np.uint64), recent])
+        rows = np.concatenate([np.frombuffer(self._rows, np.uint32), rows])
+        order = np.argsort(digests, kind="stable")
+        self._digests, self._rows = array("Q", digests[order].tobytes()), array("I", rows[order].tobytes())
+        self._recent = {}
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import SamplingLimits, choose_tokens
 from pagedcli.models.base import CausalLM
-from pagedcli.planning.decide import bucket_sizes
+from pagedcli.planning.features import bucket_sizes
 from pagedcli.printable import plural
 from pagedcli.runner.device_state import DeviceState, packed_size, unpack
 

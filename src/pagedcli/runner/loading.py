@@ -22,10 +22,11 @@ from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderRequest
+from pagedcli.models.hub import model_folder
 from pagedcli.models.loading import load_decoder
 from pagedcli.models.reading import read_spec
 from pagedcli.native.system import limit_threads
-from pagedcli.planning.decide import decide, model_folder
+from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import Decision, choose_pool
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.printable import plural

@@ -13,10 +13,10 @@ from pagedcli.answers.fits import Fit
 from pagedcli.config import EngineConfig, parse_bytes
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
-from pagedcli.models.hub import weight_files
+from pagedcli.models.hub import model_folder, weight_files
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.cards import find_card
-from pagedcli.planning.decide import decide, model_folder
+from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import available_memory, described_gpu, described_host, this_machine
 from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine

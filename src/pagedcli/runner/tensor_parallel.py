@@ -33,7 +33,7 @@ from pagedcli.core.sampling_input import SamplingInput
 from pagedcli.core.step_input import StepInput, StepTokens
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.planning.decide import rank_device, resolve_device
+from pagedcli.planning.decide import rank_devices, resolve_device
 from pagedcli.planning.machine import this_machine
 from pagedcli.runner.loading import LoadedEngine, load_engine
 from pagedcli.runner.model_runner import ModelRunner
@@ -80,7 +80,7 @@ class WorkerGroup:
         # every process counts its GPUs from the same one, whichever is current there
         machine = this_machine()
         config = msgspec.structs.replace(config, device=str(resolve_device(config.device, machine)))
-        rank_device(config, machine)  # raises if there are too few GPUs, before anything starts
+        rank_devices(config, machine)  # raises if there are too few GPUs, before anything starts
         self._config = config
         self._parallel = ParallelContext(0, size)
         self._ranks = _Ranks(config, size)
@@ -302,7 +302,7 @@ def _start_worker(config: EngineConfig, rank: int, size: int, store: str) -> _Wo
 
 def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> None:
     """Join the process group of an engine: NCCL between GPUs, gloo between CPU processes of this machine."""
-    device = rank_device(config, this_machine(), parallel.rank)
+    device = rank_devices(config, this_machine())[parallel.rank]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif Path("/sys/class/net/lo").exists():

@@ -15,6 +15,8 @@ from pagedcli.batch.delimited import csv_cell
 from pagedcli.batch.parquet import require_pyarrow
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import FileKind, PendingFile
+from pagedcli.later import parquet as pq
+from pagedcli.later import pyarrow as pa
 from pagedcli.records import Column
 from pagedcli.views.step_rows import TABLES, Row, file_columns
 
@@ -32,9 +34,6 @@ class _ParquetTable(FileKind):
     """A Parquet file begins as any other one: its first columns tell."""
 
     def has(self, path: Path) -> bool:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         try:
             return not path.stat().st_size or ",".join(pq.read_schema(path).names).startswith(self.beginning.decode())
         except pa.ArrowException:
@@ -93,9 +92,6 @@ class ParquetData:
     """Parquet with typed columns, one row group per 65,536 rows."""
 
     def __init__(self, file: BinaryIO, columns: Sequence[Column]) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         types = {
             "int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_(),
             "ints": pa.list_(pa.int64()), "texts": pa.list_(pa.string()),
@@ -115,8 +111,6 @@ class ParquetData:
         self._writer.close()
 
     def _flush(self) -> None:
-        import pyarrow as pa
-
         group, self._waiting = self._waiting[:_GROUP_ROWS], self._waiting[_GROUP_ROWS:]
         cells = zip(*group, strict=True)
         arrays = [pa.array(values, field.type) for values, field in zip(cells, self._schema, strict=True)]

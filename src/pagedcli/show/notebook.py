@@ -20,6 +20,7 @@ from pagedcli.records import Column
 from pagedcli.show.drawing import Picture, Theme
 from pagedcli.show.pages import as_html
 from pagedcli.show.pool_picture import PrefixLetters, pool_picture, pool_text
+from pagedcli.show.raster import check_ending, write_picture
 from pagedcli.show.run_pictures import life_picture, tree_picture, waste_picture
 from pagedcli.show.step_tables import step_tables
 from pagedcli.show.tables import Table, as_text
@@ -216,8 +217,6 @@ class Film:
 
     def save(self, path: str | Path, theme: str = "auto") -> None:
         """Write it as .gif. Raises: UsageError for another ending, or without the extra `pictures`."""
-        from pagedcli.show.raster import check_ending, write_picture
-
         if check_ending(Path(path)) != ".gif":
             raise UsageError(f"a film cannot be written to {path}", hint="its name must end in .gif")
         with Path(path).open("wb") as file:

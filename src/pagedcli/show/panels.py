@@ -18,7 +18,8 @@ from pagedcli.records import Share
 from pagedcli.show.tables import Table, as_text, table
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.state_slots import slots_line

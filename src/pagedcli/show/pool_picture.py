@@ -23,7 +23,8 @@ from pagedcli.show.drawing import (
     text,
     text_width,
 )
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.rows import BlockKind, block_kind, block_owners, tokens_in_block
 
 _COLUMNS = (8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 250, 320, 400, 500)

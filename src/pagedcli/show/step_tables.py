@@ -21,7 +21,8 @@ from pagedcli.show.tables import Format, Piece, Row, Table, as_markdown, laid_ou
 from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import GroupUse, group_uses
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest

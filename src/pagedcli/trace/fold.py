@@ -10,7 +10,8 @@ from typing import Protocol
 from pagedcli.errors import TraceError
 from pagedcli.events import Event
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.laws import Laws, PoolLaws, SlotLaws
+from pagedcli.trace.laws import Laws, PoolLaws
+from pagedcli.trace.slot_laws import SlotLaws
 from pagedcli.trace.state import PoolState
 
 

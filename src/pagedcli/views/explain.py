@@ -13,13 +13,14 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import UNSET
 
 import pagedcli.events as ev
-from pagedcli.core.prefixes import TOKEN_BYTES, PrefixTree, token_bytes, token_ids_of
+from pagedcli.core.prefixes import TOKEN_BYTES, TokenTree, token_bytes, token_ids_of
 from pagedcli.events import PrefixLookedUp
 from pagedcli.printable import percent_text, plural
 from pagedcli.records import Share, computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import TokenView
 from pagedcli.views.rows import Label, LookupRow, ShownRow
 
@@ -359,7 +360,7 @@ class Explainer(TokenView):
         self._missed: dict[int, list[Lookup]] = {}  # hash -> lookups that missed it after its eviction
         self._evictions = array("Q")  # places of the ghosts, rising
         self._num_evictions = 0  # places so far
-        self._tree = PrefixTree()
+        self._tree = TokenTree()
         # sequences with tokens: all of them so far, what a person calls the request, and whether it has a salt
         self._earlier: dict[int, tuple[bytes, str, bool]] = {}
         self._hashes: dict[int, tuple[int | None, ...]] = {}  # hashes of the blocks of finished sequences with tokens

@@ -16,7 +16,8 @@ from pagedcli.errors import TraceError
 from pagedcli.printable import plural
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.fold import EventSource, Fold, pool_fold
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_uses
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.rows import LookupRow, Now, SequenceRow, values_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pagedcli.events as ev
 from pagedcli.printable import plural
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.whole_run import Phase, Timelines
 

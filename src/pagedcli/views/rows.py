@@ -13,7 +13,8 @@ from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.records import RIGHT, Column, Means, Share, columns_of, computed, hash_text
-from pagedcli.trace.state import PoolState, SeqState, Status
+from pagedcli.trace.seq_state import SeqState, Status
+from pagedcli.trace.state import PoolState
 from pagedcli.views.stats import ROLLING_STEPS, RunStats
 from pagedcli.views.words import why_no_more
 

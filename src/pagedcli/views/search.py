@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Literal
 
 from pagedcli.printable import one_line, plural
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.views.words import StepEvent, block_story, event_words
 
 MOST_HITS = 2000  # events

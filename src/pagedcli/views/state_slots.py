@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pagedcli.events import CHECKPOINT_WORDS, CheckpointReason
 from pagedcli.printable import byte_text, plural
 from pagedcli.records import Means, hash_text
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 
 
 @dataclass(frozen=True, slots=True)

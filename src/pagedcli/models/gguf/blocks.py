@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,22 +14,17 @@ from pagedcli.errors import ModelError
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, BlockCodes, CodedWeight, Plane, bit_fields
 from pagedcli.native.system import one_thread
 
-if TYPE_CHECKING:
-    from pagedcli.models.gguf.types import GgmlType
-
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LARGEST_SCALE = 256.0  # steps of half of it are stored times 2^120
-_ROWS_BYTES = 2**24  # bytes computed at a time: copies of a whole weight would be the peak of loading
 
 
-def coded(raw: Tensor, kind: "GgmlType", scale: Tensor | None = None) -> CodedWeight:
-    """A quantized weight from its bytes. `scale`: a number that multiplies all of an NVFP4 weight.
+def coded(raw: Tensor, name: str, bits: int, group_size: int, scale: Tensor | None = None) -> CodedWeight:
+    """A quantized weight from the bytes of a type, by its name. `scale`: a factor of a whole NVFP4 weight.
 
     Shapes: raw [out, blocks, bytes of a block] uint8; scale [1, 1].
     Raises: ModelError for a scale that kernels cannot hold.
     """
     with one_thread():
-        blocks = _READERS[kind.name](raw)
+        blocks = _READERS[name](raw)
         tensors: dict[str, Any] = {
             field.name: value.reshape(len(raw), -1)
             for field in dataclasses.fields(blocks)
@@ -39,23 +34,7 @@ def coded(raw: Tensor, kind: "GgmlType", scale: Tensor | None = None) -> CodedWe
         if not bool((scale.abs() < _LARGEST_SCALE).all()):
             raise ModelError("a scale of NVFP4 weights is too large or not a number", hint="download the file again")
         tensors |= {name: tensors[name] * scale for name in ("scales", "steps")}
-    return replace(blocks, bits=kind.bits, group_size=kind.group, **tensors)
-
-
-def numbers(raw: Tensor, kind: "GgmlType", dtype: torch.dtype) -> Tensor:
-    """Numbers from their bytes, rounded to dtype once; floating-point ones as they are stored.
-
-    Shapes: raw [..., blocks, bytes of a block] uint8 -> [..., in].
-    """
-    shape = (*raw.shape[:-2], raw.shape[-2] * kind.block)
-    if kind.is_float:
-        return raw.contiguous().view(_FLOATS[kind.name]).reshape(shape)
-    rows = raw.reshape(-1, *raw.shape[-2:])
-    out = torch.empty((len(rows), shape[-1]), dtype=dtype, device=raw.device)
-    at_once = max(1, _ROWS_BYTES // (4 * shape[-1]))
-    for start in range(0, len(rows), at_once):
-        out[start : start + at_once] = coded(rows[start : start + at_once], kind).dequantized(torch.float32)
-    return out.reshape(shape)
+    return replace(blocks, bits=bits, group_size=group_size, **tensors)
 
 
 # ---------------------------------------------------------------------- their layouts

@@ -58,7 +58,7 @@ class GgmlType(LayerFormat):
     def read(self, module: "Mapping[str, Tensor]") -> "CodedWeight":
         from pagedcli.models.gguf.blocks import coded
 
-        return coded(module["weight"], self, module.get("scale"))
+        return coded(module["weight"], self.name, self.bits, self.group, module.get("scale"))
 
 
 SCALE = StoredTensor("scale", "float32", out_per=None, in_per=None, converts=False, init=1.0)

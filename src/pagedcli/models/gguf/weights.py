@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.description import Orders
 from pagedcli.models.gguf.header import Header, TensorInfo
 from pagedcli.models.gguf.names import TensorPlace, stored_tensor
+from pagedcli.models.gguf.types import GgmlType
 from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, not_read, stacked
 from pagedcli.models.tensors import Parameter
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROWS_BYTES = 2**24  # bytes computed at a time: copies of a whole weight would be the peak of loading
 
 # used by the rotary embedding, or by nothing
 _UNUSED = (
@@ -151,3 +154,20 @@ class GgufWeights:
         content = self._maps[stored.file][stored.offset : stored.offset + stored.num_bytes]
         blocks = stored.shape[-1] // stored.type.block
         return content.reshape(*stored.shape[:-1], blocks, stored.type.num_bytes)
+
+
+def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
+    """Numbers from their bytes, rounded to dtype once; floating-point ones as they are stored.
+
+    Shapes: raw [..., blocks, bytes of a block] uint8 -> [..., in].
+    """
+    shape = (*raw.shape[:-2], raw.shape[-2] * kind.block)
+    if kind.is_float:
+        return raw.contiguous().view(_FLOATS[kind.name]).reshape(shape)
+    rows = raw.reshape(-1, *raw.shape[-2:])
+    out = torch.empty((len(rows), shape[-1]), dtype=dtype, device=raw.device)
+    at_once = max(1, _ROWS_BYTES // (4 * shape[-1]))
+    for start in range(0, len(rows), at_once):
+        read = kind.read({"weight": rows[start : start + at_once]})
+        out[start : start + at_once] = read.dequantized(torch.float32)
+    return out.reshape(shape)
