@@ -9,8 +9,8 @@ from kv_event_harness import CLEARED, message, removed, stored
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, is_capture
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import facts
 from pagedcli.kvevents.tree import Shape, near_twins
+from pagedcli.show.kv_tables import facts
 
 SECRETS = [424242, "salt-of-a-customer", "session-of-a-customer", 0xABCDEF0123456789]
 MESSAGES = [

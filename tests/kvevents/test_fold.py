@@ -3,7 +3,8 @@
 from kv_event_harness import CLEARED, message, removed, stored
 
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import (
+from pagedcli.kvevents.tree import Shape, largest_branches, near_twins, token_ids
+from pagedcli.show.kv_tables import (
     LoraRow,
     cache_rows,
     churn_rows,
@@ -13,7 +14,6 @@ from pagedcli.kvevents.tables import (
     medium_class,
     summary,
 )
-from pagedcli.kvevents.tree import Shape, largest_branches, near_twins, token_ids
 
 
 def state_of(*messages, **options):

@@ -23,10 +23,10 @@ from pagedcli.app.pages import LinePrompt, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import CacheRow, ChurnRow, LoraRow, cache_rows, churn_rows, facts, limits, lora_rows
 from pagedcli.kvevents.tree import Branch, Decode, Shapes, branch_label, hash_text, largest_branches, token_ids
 from pagedcli.kvevents.verdict import verdict
 from pagedcli.printable import one_line, plural, seconds_text
+from pagedcli.show.kv_tables import CacheRow, ChurnRow, LoraRow, cache_rows, churn_rows, facts, limits, lora_rows
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper

@@ -15,10 +15,10 @@ from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import metrics_table, print_summary, summary
 from pagedcli.kvevents.tree import Decode
 from pagedcli.printable import plural
 from pagedcli.process import interrupts_raised
+from pagedcli.show.kv_tables import metrics_table, print_summary, summary
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 

@@ -52,7 +52,7 @@ def diff(
 
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
-    from pagedcli.simulation import difference_tables as tables
+    from pagedcli.show import difference_tables as tables
     from pagedcli.simulation.difference import Comparison, recorded_sides
 
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))

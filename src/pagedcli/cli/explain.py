@@ -12,14 +12,13 @@ from pagedcli.cli.cures import print_answer, recorded_cures
 from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
 from pagedcli.cli.page import write_run_page
-from pagedcli.cli.plan_tables import ALL_HINT
 from pagedcli.cli.recorded_run import TraceFile
 from pagedcli.cli.recording import is_recording, print_capture
 from pagedcli.errors import UsageError
 from pagedcli.events import MISS_WORDS
 from pagedcli.printable import capitalized, percent_text, plural
 from pagedcli.records import Share
-from pagedcli.show.tables import Format, Table, table
+from pagedcli.show.tables import ALL_HINT, Format, Table, table
 from pagedcli.show.terminal import say_notes
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader

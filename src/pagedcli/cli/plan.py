@@ -14,7 +14,6 @@ from pagedcli.answers.survey import FirstAnswer, PromptScan, first_answer, promp
 from pagedcli.cli.cures import find_cures, or_note, print_answer
 from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.plan_tables import file_table, full_tables, survey_facts
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
@@ -22,17 +21,18 @@ from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import capitalized, expected_text, percent_text, plural, refused_text
+from pagedcli.show.plan_tables import file_table, full_tables, survey_facts
 from pagedcli.show.tables import Format, Table
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 
 if TYPE_CHECKING:
     from pagedcli.answers.cures import Cure
     from pagedcli.answers.hits import Hits
+    from pagedcli.answers.settings import Subject
     from pagedcli.answers.time import Forecast
     from pagedcli.batch.line_sample import LineSample
     from pagedcli.batch.lines import Line
     from pagedcli.planning.decision import Decision
-    from pagedcli.simulation.settings import Subject
     from pagedcli.simulation.sources import PromptRequests
 
 _time = partial(option, panel="Expected time")
@@ -151,7 +151,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     else:
         tables = [*([] if run is None else run.tables), *full_tables(scan, file.fit)]
     if pools is not None and is_table and options.all_:
-        from pagedcli.simulation.tables import curve_table
+        from pagedcli.show.simulation_tables import curve_table
 
         tables.append(curve_table(pools, None if file.fit is None else file.fit.block_bytes))
     engine = file.refusal if file.decision is None else file.decision.expected_plan
@@ -327,11 +327,11 @@ class _ExpectedRun:
 
 
 def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _ExpectedRun:
+    from pagedcli.answers.settings import Subject
     from pagedcli.answers.time import time, with_hits_of_all
     from pagedcli.bench.calibration import step_time_here
+    from pagedcli.show.plan_tables import forecast_row, forecast_table, parts_table
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
-    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
-    from pagedcli.simulation.settings import Subject
 
     decision, run, requests = file.decision, loaded.config.run, file.requests
     assert decision is not None, "it has a pool"

@@ -12,11 +12,11 @@ from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.lookups import Lookups, SaltRow, hits_by_salt, read_lookups
-from pagedcli.kvevents.tables import facts, print_summary, summary
 from pagedcli.kvevents.tree import Decode, LargerCache, curve
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show import pages
+from pagedcli.show.kv_tables import facts, print_summary, summary
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.terminal import is_interactive, say_notes
 

@@ -20,6 +20,7 @@ from pagedcli.answers.hits import (
     hits_one_at_a_time,
     least_pool,
 )
+from pagedcli.answers.settings import Subject, in_order, timed_of
 from pagedcli.answers.survey import prompt_model
 from pagedcli.answers.time import counts_of
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
@@ -38,14 +39,13 @@ from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
 from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import percent_text, plural
+from pagedcli.show.simulation_tables import curve_table, hit_rate_picture, pool_row, pool_table, trace_table
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import ProgressLine
 from pagedcli.simulation.caches import Accesses, accesses_of, lru_curve
 from pagedcli.simulation.requests import Requests
-from pagedcli.simulation.run import VOCAB_SIZE, Schedule
-from pagedcli.simulation.settings import Subject, in_order, recorded_plan, timed_of
+from pagedcli.simulation.run import VOCAB_SIZE, Schedule, recorded_plan
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
-from pagedcli.simulation.tables import curve_table, hit_rate_picture, pool_row, pool_table, trace_table
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
 

@@ -26,6 +26,7 @@ from pagedcli.records import size as size
 from pagedcli.records import text as text
 
 Row = Mapping[str, Any]
+ALL_HINT = "every table: --all"
 
 
 class Format(StrEnum):
