@@ -15,12 +15,12 @@ from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Decode
 from pagedcli.printable import plural
 from pagedcli.process import interrupts_raised
 from pagedcli.show.kv_tables import metrics_table, print_summary, summary
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
+from pagedcli.trace.tokens import Decode
 
 if TYPE_CHECKING:
     from pagedcli.app.kv_app import AttachPlayer
@@ -139,7 +139,7 @@ class _Session:
         from pagedcli.app.base import watch
         from pagedcli.app.kv_app import AttachPlayer, KVApp
 
-        self.player = AttachPlayer(decode)
+        self.player = AttachPlayer()
         title = f"pagedcli attach {' '.join(self._subscriber.endpoints)}"
         app = KVApp(self.player, title, decode=decode, scraper=self._scraper)
         watch(app, self.player, lambda: self.follow(duration, idle))

@@ -8,14 +8,13 @@ were computed twice. Trees that share a History share its memory limit: the bloc
 import heapq
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import lt
 from typing import Annotated, Literal
 
-from pagedcli.core.prefixes import num_equal
 from pagedcli.kvevents.wire import BlockHash
+from pagedcli.trace.tokens import Decode
 
 MAX_BLOCKS = 1_000_000
 MAX_TOKEN_BYTES = 512 << 20
@@ -221,7 +220,6 @@ class PrefixTree:
         return next((medium for medium, copies in self.copies.items() if block_hash in copies), None)
 
 
-Decode = Callable[[tuple[int, ...]], str]
 _SHOWN_TOKENS = 24  # tokens of a branch, decoded
 
 
@@ -361,51 +359,11 @@ def branch_label(branch: Branch, decode: Decode | None) -> str:
     return hash_text(branch.nodes[0].hash)
 
 
-def text_around(node: Node, place: int, num_before: int, num_after: int, decode: Decode) -> str:
-    """A few tokens on each side of a place in a block, quoted; empty if its tokens were not kept."""
-    ids = token_ids([node])[max(0, place - num_before) : place + num_after]
-    return repr(decode(tuple(ids))) if ids else ""
-
-
 def hash_text(value: BlockHash) -> str:
     """The first 16 characters of a block's hash."""
     if isinstance(value, int):
         return f"{value & (1 << 64) - 1:016x}"
     return (value.hex() if isinstance(value, bytes) else value)[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class Twins:
-    """Two blocks after the same prefix that begin with equal tokens: a near miss."""
-
-    first: Node
-    second: Node
-    num_prefix_tokens: int  # tokens before both blocks
-    num_equal: int  # tokens at the start of both blocks
-    num_tokens: int  # smaller subtree: the most that could have been shared
-
-
-def near_twins(shape: Shape, most: int) -> list[Twins]:
-    """The pairs with the most tokens after the divergence. Needs the tokens, or digests of them."""
-    nodes, found = shape.nodes, []
-    if all(node.tokens is None for node in nodes):
-        return []
-    before: list[int | None] = []  # tokens before each block; None: unknown
-    for node, parent in zip(nodes, shape.parents, strict=True):
-        prefix = before[parent] if parent >= 0 else 0 if node.parent is None else None
-        before.append(prefix if prefix is None or parent < 0 else prefix + nodes[parent].num_tokens)
-    families = [[place for place in shape.roots if before[place] == 0]]
-    families += [shape.children(place) for place, num in enumerate(shape.num_children) if num > 1]
-    for family in families:
-        known = sorted((place for place in family if nodes[place].tokens), key=lambda place: nodes[place].tokens or b"")
-        for a, b in pairwise(known):  # neighbours have the longest common prefix
-            num_before, first, second = before[a], nodes[a].tokens or b"", nodes[b].tokens or b""
-            # equal content under two hashes: different adapters or salts, not a divergence
-            num_common = 0 if num_before is None or first == second else num_equal(first, second) // 8
-            if num_common and num_before is not None:
-                num_tokens = min(shape.num_tokens[a], shape.num_tokens[b])
-                found.append(Twins(nodes[a], nodes[b], num_before, num_common, num_tokens))
-    return heapq.nlargest(most, found, key=lambda twins: (twins.num_tokens, twins.num_equal))
 
 
 def token_ids(nodes: Iterable[Node]) -> list[int]:

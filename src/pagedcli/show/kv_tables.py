@@ -1,40 +1,25 @@
 """The figures of a KV event state under plain keys, and its tables, for `attach` and for recordings."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import UNSET, UnsetType
-
+from pagedcli.answers.why import Reasons, why_of_server
+from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import (
-    Cause,
-    CurvePoint,
-    Decode,
-    PrefixTree,
-    Shape,
-    Shapes,
-    branch_label,
-    largest_branches,
-    near_twins,
-    text_around,
-)
-from pagedcli.kvevents.verdict import verdict
-from pagedcli.printable import plural
+from pagedcli.kvevents.tree import Cause, CurvePoint, PrefixTree, Shape, Shapes, branch_label, largest_branches
+from pagedcli.printable import one_line, plural
 from pagedcli.records import Means, Share, as_row, columns_of, computed, number
 from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.show.why_tables import salts_tables, server_tables
+from pagedcli.trace.tokens import Decode
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
 
 Row = dict[str, Any]
-CAUSES: dict[Cause, str] = {
-    "evicted": "evicted to make room for other blocks",
-    "cleared": "the whole cache was reset",
-    "restarted": "the publisher restarted with an empty cache",
-}
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
-_MOST_BRANCHES, _MOST_TWINS, _MOST_TREES, _MOST_CACHES = 12, 8, 8, 50
+_MOST_BRANCHES, _MOST_TREES, _MOST_CACHES = 12, 8, 50
 
 
 def medium_class(medium: str) -> str:
@@ -80,9 +65,9 @@ class Figures:
     num_blocks_stored_again: Annotated[int, "blocks stored again after removal (churn)"] = _read(
         lambda state: sum(sum(tree.num_again.values()) for tree in state.trees)
     )
-    num_blocks_stored_again_evicted: int = _again("evicted")
-    num_blocks_stored_again_cleared: int = _again("cleared")
-    num_blocks_stored_again_restarted: int = _again("restarted")
+    num_blocks_stored_again_evicted: Annotated[int, "of these, evicted before"] = _again("evicted")
+    num_blocks_stored_again_cleared: Annotated[int, "of these, dropped in a reset of the cache"] = _again("cleared")
+    num_blocks_stored_again_restarted: Annotated[int, "of these, lost as the publisher restarted"] = _again("restarted")
     num_tokens_computed_twice: Annotated[int, "tokens computed twice for that"] = _total("num_tokens_again")
     num_blocks_stored_again_alone: Annotated[
         int, "of these blocks, stored alone: may be answers generated again"
@@ -119,9 +104,10 @@ class Figures:
 
 _FIGURES = (
     "duration_s num_batches num_events num_resident_blocks num_resident_tokens peak_resident_blocks num_unique_blocks"
-    " num_stored_blocks num_removed_blocks num_blocks_stored_again num_tokens_computed_twice"
-    " num_blocks_stored_again_alone median_pause_s median_lifetime_s num_gaps num_restarts num_reconnects"
-    " num_malformed num_unknown_removals"
+    " num_stored_blocks num_removed_blocks num_blocks_stored_again"
+    " num_blocks_stored_again_evicted num_blocks_stored_again_cleared num_blocks_stored_again_restarted"
+    " num_tokens_computed_twice num_blocks_stored_again_alone median_pause_s median_lifetime_s num_gaps num_restarts"
+    " num_reconnects num_malformed num_unknown_removals"
 )
 _SHOWN_IF_0 = (
     "num_batches num_resident_blocks peak_resident_blocks num_stored_blocks num_removed_blocks num_blocks_stored_again"
@@ -201,20 +187,6 @@ def lora_rows(state: KVState) -> list[LoraRow]:
     return [LoraRow(lora or "none", *row) for lora, row in ordered]
 
 
-@dataclass(frozen=True, slots=True)
-class ChurnRow:
-    """Blocks stored again, by what had removed them."""
-
-    cause: Annotated[Cause, "removed"]
-    num_blocks: int
-    meaning: str
-
-
-def churn_rows(state: KVState) -> list[ChurnRow]:
-    figures = facts(state)
-    return [ChurnRow(cause, figures[f"num_blocks_stored_again_{cause}"], words) for cause, words in CAUSES.items()]
-
-
 def limits(state: KVState) -> list[str]:
     """What the events cannot show, and what was missing from them."""
     said = ["KV events have no block ids, no reference counts and no requests: hits are not visible, only misses"]
@@ -249,31 +221,28 @@ def summary(
     points: Sequence[CurvePoint] | None = None,
     *,
     cures: Sequence[str] = (),
+    reasons: Reasons | None = None,
     in_full: bool = False,
 ) -> tuple[list[str], list[Table]]:
-    """The answer, and all tables of a summary; empty ones are left out.
+    """The answer with what to change, and all tables of a summary; empty ones are left out.
 
-    points: what larger caches would have kept, None if that is not known. cures: see `verdict`.
-    in_full: with a table of larger caches, and near twins among all blocks ever seen.
+    points: what larger caches would have kept, None if that is not known. reasons: those of the requests that a
+    recording shows. in_full: with these, and a table of larger caches.
     """
     shapes = Shapes()
-    churn = churn_rows(state)
     tables = [
         _figures_table(state),
         _caches_table(cache_rows(state, shapes)),
         table(LoraRow, "loras", "Resident, by LoRA adapter", lora_rows(state)),
         _branches_table(state, decode, shapes),
-        table(
-            ChurnRow, "churn", "Churn: blocks removed and stored again",
-            churn if any(row.num_blocks for row in churn) else [],
-        ),
-        _twins_table(state, decode, shapes, with_gone=in_full),
         _unknown_table(state),
-    ]  # fmt: skip
+    ]
     tables = [each for each in tables if each.rows]
     if in_full:
         tables.append(_curve_table(points or [], state))
-    return verdict(state, points, decode, shapes, cures=cures), tables
+    if reasons is not None:
+        tables += server_tables(reasons, decode) if in_full else salts_tables(reasons)
+    return [why_of_server(state, points), *cures], tables
 
 
 def print_summary(answer: list[str], tables: list[Table], state: KVState, format_: Format) -> None:
@@ -346,27 +315,6 @@ def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[_BranchRow]:
 
 
 @dataclass(frozen=True, slots=True)
-class _TwinsRow:
-    place: Annotated[int, "diverge at token"]
-    num_equal: Annotated[int, "tokens equal in the block"]
-    num_tokens: Annotated[int, "tokens after it"]
-    first: Annotated[str, "one"] | UnsetType = UNSET
-    second: Annotated[str, "other"] | UnsetType = UNSET
-
-
-def _twins_table(state: KVState, decode: Decode | None, shapes: Shapes, *, with_gone: bool) -> Table:
-    """Where near twins part, with a tokenizer as text. Empty unless tokens, or digests of them, were kept."""
-    rows = []
-    for tree in _largest_trees(state):
-        for twins in near_twins(shapes(tree, with_gone=with_gone), _MOST_TWINS):
-            nodes = () if decode is None else (twins.first, twins.second)
-            texts = [f"...{text_around(node, twins.num_equal, 8, 5, decode)}" for node in nodes if decode is not None]
-            place = twins.num_prefix_tokens + twins.num_equal
-            rows.append(_TwinsRow(place, twins.num_equal, twins.num_tokens, *texts))
-    return table(_TwinsRow, "twins", "Near twins: prompts that diverge inside a block", rows)
-
-
-@dataclass(frozen=True, slots=True)
 class _UnknownRow:
     name: Annotated[str, "not known"]
     kind: str
@@ -394,3 +342,35 @@ def metrics_table(scraper: "Scraper") -> Table:
     notes = [scraper.problem] if scraper.problem is not None else []
     figures = scraper.metrics.figures()
     return table(Metric, "metrics", "The server's own figures", figures, "meaning window value", notes=notes)
+
+
+# ---------------------------------------------------------------------- through time
+
+
+def message_rows(reader: CaptureReader) -> Iterator[Row]:
+    """What each message of a recording changed."""
+    state = KVState(reader.sources)
+    before = dict.fromkeys(("num_stored", "num_removed", "num_tokens_again"), 0)
+    num_notes = 0
+    for place, (frames, time_s, source) in enumerate(reader):
+        state.take(frames, time_s, source)
+        after = {name: state.total(name) for name in before}
+        again = sum(sum(tree.num_again.values()) for tree in state.trees)
+        yield {
+            "message": place, "time_s": time_s, "source": source,
+            "num_stored_blocks": after["num_stored"] - before["num_stored"],
+            "num_removed_blocks": after["num_removed"] - before["num_removed"],
+            "num_tokens_computed_twice": after["num_tokens_again"] - before["num_tokens_again"],
+            "num_blocks_stored_again": again, "num_resident_blocks": state.num_resident,
+            "notes": list(state.notes)[num_notes:] if len(state.notes) < 200 else list(state.notes)[-1:],
+        }  # fmt: skip
+        before, num_notes = after, len(state.notes)
+
+
+def message_line(row: Row) -> str:
+    """A message in a line."""
+    time_s = "-" if row["time_s"] is None else f"{row['time_s']:.3f} s"
+    twice = f", {row['num_tokens_computed_twice']:,} tokens twice" if row["num_tokens_computed_twice"] else ""
+    changes = f"stored {row['num_stored_blocks']:,}, removed {row['num_removed_blocks']:,}{twice}"
+    notes = "".join(f"; {one_line(note)}" for note in row["notes"])
+    return f"message {row['message']:,} at {time_s}: {changes}; resident {row['num_resident_blocks']:,}{notes}"

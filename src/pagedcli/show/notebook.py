@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pagedcli.answers.why import ExplainedLookup
 from pagedcli.errors import UsageError
 from pagedcli.records import Column
 from pagedcli.show.drawing import Picture, Theme
@@ -25,7 +26,8 @@ from pagedcli.show.step_tables import step_tables
 from pagedcli.show.tables import Table, as_text
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import EventSource, fold
-from pagedcli.views.explain import Decode, ExplainedLookup, explain_trace
+from pagedcli.trace.tokens import Decode
+from pagedcli.views.explain import explain_trace
 from pagedcli.views.moment import Moment, Replay
 from pagedcli.views.names import find_request
 from pagedcli.views.prefix_tree import PrefixTree
