@@ -62,6 +62,12 @@ def test_salts_keep_requests_apart_and_have_hit_rates_of_their_own(tmp_path, tok
     path = record(tmp_path / "a.jsonl", batches, tokens=tokens)
     found = read_lookups(CaptureReader(path))
     assert [request.num_hit for request in found.requests] == [0, 0, 3, 0]
+    assert [each.reason for each in found.lookups()] == [
+        "no_shared_prefix",
+        "different_salt",
+        "not_seen_before",
+        "different_salt",
+    ]
     rows = {row.salt: (row.num_lookups, row.num_tokens, row.tokens_hit) for row in salts(found)}
     assert rows == {"1": (1, 6, 0), "2": (2, 16, 6), "none": (1, 6, 0)}
     assert salts(read_lookups(CaptureReader(record(tmp_path / "b.jsonl", [[stored(1, 2)]])))) == []

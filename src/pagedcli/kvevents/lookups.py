@@ -7,12 +7,13 @@ that was found in whole leaves no event. Used for the verdicts on a recording.
 
 import sys
 from array import array
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
+from pagedcli.core.prefixes import num_equal
 from pagedcli.events import PrefixLookedUp
 from pagedcli.kvevents import wire
 from pagedcli.kvevents.capture import CaptureReader
@@ -22,6 +23,7 @@ from pagedcli.kvevents.tree import MAX_TOKEN_BYTES
 from pagedcli.views.explain import Earlier, Ghosts, Lookup, Reason
 
 Content = int | str
+_MOST_COMPARED = 256  # blocks after the same ones, the newest
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class SeenRequest:
     num_more_blocks: int | None = None  # with which an LRU cache would have kept it
     num_evicted: int = 0  # blocks of the prompt that were cached before
     num_in_flight: int = 0  # blocks of the prompt that were stored although they were there
+    num_partial_tokens: int = 0  # tokens of its first stored block with which a cached one after the same blocks begins
 
 
 @dataclass(slots=True)
@@ -73,6 +76,10 @@ class Lookups:
         if node not in self._tokens and num_kept <= MAX_TOKEN_BYTES // token_ids.itemsize:
             self._tokens[node], self._num_kept = token_ids, num_kept
 
+    def tokens_of(self, node: int) -> "Sequence[int]":
+        """The tokens of a block; empty if they are not known."""
+        return self._tokens.get(node, ())
+
     def lookups(self) -> list[Lookup]:
         """The requests as lookups. Of their tokens only full blocks are known."""
         found, earlier, salts, size = list[Lookup](), Earlier(), dict[str, str](), self.block_size or 0
@@ -83,10 +90,9 @@ class Lookups:
                 earlier.add(number, tokens.tobytes(), str(number), salted=each.salt is not None)
             num_hit = each.num_hit * size
             is_other_salt = split is not None and (each.salt is not None or split.other_salted)
-            further = 0 if split is None or is_other_salt else split.num_shared_tokens - num_hit
             event = PrefixLookedUp(
                 number, "new", each.num_prompt * size, each.num_prompt, each.num_hit, num_hit, each.num_hit, None,
-                "no_match", max(0, min(further, size - 1)),
+                "no_match", each.num_partial_tokens,
             )  # fmt: skip
             lookup = Lookup(each.message, number, str(number), None, each.salt is not None, False, event, size)
             lookup.unit, lookup.divergence = "message", split
@@ -163,7 +169,9 @@ class _Publisher:
         self._just_stored: set[wire.BlockHash] = set()  # blocks of the message before
         self._num_copies: Counter[int] = Counter()  # of nodes
         self._gone: dict[int, Reason] = {}  # nodes that were stored once, and why they left
-        self._ghosts: Ghosts[int] = Ghosts()
+        self._ghosts: Ghosts[int] = Ghosts()  # without those that leave in this message, for a request that it stores
+        self._leaving: dict[int, None] = {}
+        self._after: defaultdict[tuple[int, str | None], list[int]] = defaultdict(list)  # node, salt -> next nodes
         self._message = 0  # number of the one that is read
 
     def take(self, number: int, message: wire.Message, batch: wire.Batch) -> None:
@@ -184,6 +192,9 @@ class _Publisher:
                         self._remove(event.hashes)
                 case wire.Cleared():
                     self._clear("cleared")
+        for node in self._leaving:
+            self._ghosts.add(node, number)
+        self._leaving.clear()
 
     def _clear(self, why: Reason) -> None:
         self._open.clear()
@@ -201,7 +212,7 @@ class _Publisher:
 
     def _leave(self, node: int, why: Reason) -> None:
         self._gone[node] = why
-        self._ghosts.add(node, self._message)
+        self._leaving[node] = None
 
     def _store(self, event: wire.Stored, before: set[wire.BlockHash]) -> None:
         found = self._found
@@ -223,35 +234,41 @@ class _Publisher:
         for place, (block_hash, content) in enumerate(zip(event.hashes, _contents(event), strict=True)):
             if node == -1 and request.salt is not None:
                 content = f"{request.salt} {content}"
+            before_it = self._after[node, request.salt]
             node = self._node_of[block_hash] = found.add(node, content)
-            if is_prompt:
-                self._judge(node, request)
-            self._arrived(node)
             if tokens is not None:
                 found.keep_tokens(node, tokens[place * event.block_size : (place + 1) * event.block_size])
+            if is_prompt:
+                self._judge(node, request, before_it)
+            if not self._num_copies[node]:
+                before_it.append(node)
+            self._num_copies[node] += 1
+            self._gone.pop(node, None)
+            self._leaving.pop(node, None)
+            self._ghosts.drop(node)
         if request.salt is not None:
             self._salts |= dict.fromkeys(event.hashes, request.salt)
         request.end = node
         self._open[event.hashes[-1]] = request
         self._just_stored.update(event.hashes)
 
-    def _judge(self, node: int, request: SeenRequest) -> None:
-        """Count the next block of a prompt, and say of the first one why it was not found."""
+    def _judge(self, node: int, request: SeenRequest, others: list[int]) -> None:
+        """Count the next block of a prompt, and say of the first one why it was not found. `others`: blocks that were
+        there after the same ones."""
         is_there, why = self._num_copies[node] > 0, self._gone.get(node)
         if request.num_prompt == request.num_hit:
             request.reason = "in_flight" if is_there else why
-            ghost = self._ghosts.find(node)
-            if ghost is not None:
-                request.gone_message, _, num_more = ghost
+            if why is not None:
+                request.gone_message, _, num_more = self._ghosts.find(node) or (self._message, None, 1)
                 request.num_more_blocks = num_more if why == "evicted" else None
+            cached = [each for each in others[-_MOST_COMPARED:] if self._num_copies[each] or each in self._leaving]
+            own = self._found.tokens_of(node)
+            request.num_partial_tokens = max(
+                (num_equal(own, self._found.tokens_of(each)) for each in cached), default=0
+            )
         request.num_prompt += 1
         request.num_in_flight += is_there
         request.num_evicted += not is_there and why is not None
-
-    def _arrived(self, node: int) -> None:
-        self._num_copies[node] += 1
-        self._gone.pop(node, None)
-        self._ghosts.drop(node)
 
     def _node_before(self, event: wire.Stored) -> int:
         if event.parent is None:
