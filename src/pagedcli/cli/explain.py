@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from pagedcli.answers.why import Reasons, why, why_of_request
-from pagedcli.cli.block import explain_block
+from pagedcli.cli.block import print_block
 from pagedcli.cli.cures import print_answer, recorded_cures
 from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import option
@@ -71,7 +71,7 @@ def explain(
     if block is not None:
         if request is not None or lookups or all_:
             raise UsageError("--block cannot be combined with --request, --lookups or --all")
-        explain_block(trace, block, tokenizer, format_)
+        print_block(trace, block, None, tokenizer, format_)
         return
     named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     reader = TraceReader(trace)

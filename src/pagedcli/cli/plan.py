@@ -12,7 +12,6 @@ import typer
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fits
 from pagedcli.answers.survey import FirstAnswer, PromptScan, first_answer, prompt_model, scan_prompts
 from pagedcli.cli.cures import find_cures, or_note, print_answer
-from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
@@ -20,8 +19,8 @@ from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
-from pagedcli.printable import capitalized, expected_text, percent_text, plural, refused_text
-from pagedcli.show.plan_tables import file_table, full_tables, survey_facts
+from pagedcli.printable import capitalized, percent_text, plural, refused_text
+from pagedcli.show.plan_tables import engine_table, file_table, full_tables, survey_facts
 from pagedcli.show.tables import Format, Table
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 
@@ -149,7 +148,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         doubts = [] if run is None else run.doubts
         tables = [file_table(scan, file.fit, None if run is None else run.found, pools, doubts)]
     else:
-        tables = [*([] if run is None else run.tables), *full_tables(scan, file.fit)]
+        of_run = [] if run is None or options.format_ is Format.JSON else run.tables  # JSON has their figures as facts
+        tables = [*of_run, *full_tables(scan, file.fit)]
     if pools is not None and is_table and options.all_:
         from pagedcli.show.simulation_tables import curve_table
 
@@ -176,21 +176,23 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
         parts += [_count(survey.prompt_tokens, "prompt token"), f"up to {survey.output_tokens:,} to generate"]
     if num := file.requests.num_beam_searches:
         parts.append(f"without {plural(num, 'row')} of beam search")
-    time = None if run is None or run.found.in_words is None else f"{_about(run.found.in_words)} here: "
-    why = f". No time: {run.source.replace(': ', '; ', 1)}" if run is not None and time is None else ""
+    time = _here(None if run is None else run.found)
+    why = f". No time: {run.source.replace(': ', '; ', 1)}" if run is not None and not time else ""
     if scan.bad_rows:
         first = scan.bad_rows[0]
         refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
-    return [f"{time or ''}{', '.join(parts)}{why}.", *refused]
+    return [f"{time}{', '.join(parts)}{why}.", *refused]
 
 
 def _count(number: float, noun: str) -> str:
     return plural(round(number), noun) if number < 999_950 else f"{number / 1e6:,.1f} million {noun}s"
 
 
-def _about(time: str) -> str:
-    """An expected time at the beginning of a sentence."""
-    return f"About {time}" if time[0].isdigit() else capitalized(time)
+def _here(run: "Forecast | None") -> str:
+    """The expected time at the beginning of a sentence; empty: it is not known."""
+    if run is None or run.in_words is None:
+        return ""
+    return f"{capitalized(run.in_words)} here: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,12 +304,11 @@ def _first_words(first: FirstAnswer) -> str:
     """What a sample lets expect, in a sentence. Its counts have three digits: it does not know more."""
     rows, tokens = (float(f"{each.value:.3g}") for each in (first.rows, first.prompt_tokens))
     found = [f"about {_count(rows, 'row')}", _count(tokens, "prompt token")]
-    if first.hit_rate is not None:
-        found.append(f"at least {percent_text(first.hit_rate)} of them from the cache")
+    if first.run is not None:
+        found.append(f"at least {percent_text(first.run.hit_rate)} of them from the cache")
     if first.scan.num_bad:
         found.append(f"{percent_text(first.scan.num_bad / first.scan.num_rows)} of the rows bad")
-    time = "" if first.time_range_s is None else f"{_about(expected_text(*first.time_range_s))} here: "
-    return f"{time}{', '.join(found)}, from {plural(first.scan.num_rows, 'row')} spread over the file"
+    return f"{_here(first.run)}{', '.join(found)}, from {plural(first.scan.num_rows, 'row')} spread over the file"
 
 
 @dataclass(frozen=True, slots=True)

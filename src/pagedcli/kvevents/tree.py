@@ -224,13 +224,13 @@ _SHOWN_TOKENS = 24  # tokens of a branch, decoded
 
 
 class Shape:
-    """Children, sizes and depths of a tree's resident blocks, or of all blocks that it remembers.
+    """Children, sizes and depths of a tree's resident blocks.
 
     Lists by place: parents come before their children. Plain numbers, as there may be a million blocks.
     """
 
-    def __init__(self, tree: PrefixTree, *, with_gone: bool = False) -> None:
-        self.nodes = list(tree.nodes.values() if with_gone else tree.resident())
+    def __init__(self, tree: PrefixTree) -> None:
+        self.nodes = list(tree.resident())
         self.parents = self._parents()  # places; -1: begins a prompt, or its parent is gone or unknown
         if not all(map(lt, self.parents, range(len(self.nodes)))):
             self._sort()
@@ -305,13 +305,12 @@ class Shapes:
     """The shapes of trees that do not change meanwhile, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[PrefixTree, bool], Shape] = {}
+        self._known: dict[PrefixTree, Shape] = {}
 
-    def __call__(self, tree: PrefixTree, *, with_gone: bool = False) -> Shape:
-        key = (tree, with_gone and tree.num_resident < len(tree.nodes))
-        if key not in self._known:
-            self._known[key] = Shape(tree, with_gone=key[1])
-        return self._known[key]
+    def __call__(self, tree: PrefixTree) -> Shape:
+        if tree not in self._known:
+            self._known[tree] = Shape(tree)
+        return self._known[tree]
 
 
 @dataclass(slots=True)

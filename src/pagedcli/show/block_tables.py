@@ -1,11 +1,10 @@
 """The tables of one block of a recorded run: at a step, or through the whole run."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pagedcli.printable import one_line, plural
-from pagedcli.records import RIGHT, hash_text
+from pagedcli.records import hash_text
 from pagedcli.show.tables import Table, table
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import Decode
@@ -21,28 +20,6 @@ class _Told:
 
     step: int | None
     what: str
-
-
-class _OwnerRow(ShownRow):
-    """A sequence that holds the block at a step."""
-
-    seq_id: int
-    label: Annotated[str, "request"]
-    status: Annotated[str, "state"]
-    place: Annotated[int, "place in table"]
-    group: int
-    first_token: int
-    last_token: int
-    tokens: Annotated[str, "its tokens", RIGHT]
-    since: Annotated[int | None, "since step"]
-    how: Annotated[str, "how it got it"]
-
-    def __init__(self, tenure: Tenure, state: PoolState) -> None:
-        seq = state.seqs[tenure.seq_id]
-        super().__init__(tenure, seq)
-        self.first_token = tenure.place // state.num_groups * state.block_size
-        self.last_token = self.first_token + tokens_in_block(seq, tenure.place, state) - 1
-        self.tokens = f"{self.first_token}-{self.last_token}"
 
 
 class _ContentRow(ShownRow):
@@ -63,25 +40,18 @@ class _ContentRow(ShownRow):
         self.hash, self.text = hash_text(content.hash), _text(content.token_ids, decode)
 
 
-def tables_at_step(life: BlockLife, state: PoolState, facts: dict[str, Any]) -> list[Table]:
-    """Who holds the block now, and its story. `facts`: see block_facts."""
-    notes = [*_group_notes(state, [facts["group"]]), *_notes(facts)]
-    owners = [_OwnerRow(tenure, state) for tenure in life.owners]
-    shown = "seq_id label place status tokens since how"
-    return [table(_OwnerRow, "owners", _title(facts), owners, shown, notes=notes), _story(life)]
-
-
-def tables_of_run(life: BlockLife, state: PoolState, decode: Decode | None) -> list[Table]:
-    """Who held the block through the run, its contents and its story."""
-    group, block = "group" if state.num_groups > 1 else "", f"block {life.block_id}"
-    notes = _group_notes(state, (each.group for each in life.tenures))
+def block_tables(life: BlockLife, state: PoolState, facts: dict[str, Any], decode: Decode | None) -> list[Table]:
+    """Who held the block until now, its contents and its story. `facts`: see block_facts."""
+    group = "group" if state.num_groups > 1 else ""
+    groups = dict.fromkeys([*(each.group for each in life.tenures), facts["group"]])
+    notes = [*_notes(facts), *(group_words(state.started, each) for each in groups if group and each is not None)]
     holders = f"seq_id label place {group} since until how end"
     contents = f"hash {group} since until seq_id label num_reuses text"
     found = [_ContentRow(each, decode) for each in life.contents]
     return [
-        table(Tenure, "holders", f"Who held {block}", life.tenures, holders, notes=notes),
-        table(_ContentRow, "contents", f"What {block} contained", found, contents),
-        _story(life),
+        table(Tenure, "holders", _title(facts), life.tenures, holders, notes=notes),
+        table(_ContentRow, "contents", "What it contained", found, contents),
+        table(_Told, "story", f"Story of block {life.block_id}", [_Told(*told) for told in life.story]),
     ]
 
 
@@ -107,12 +77,6 @@ def _title(facts: dict[str, Any]) -> str:
     return f"Block {facts['block_id']} {when(facts['step'])}: {what}"
 
 
-def _group_notes(state: PoolState, groups: Iterable[int | None]) -> list[str]:
-    """These groups in words; nothing where there is only one."""
-    found = {group for group in groups if group is not None} if state.num_groups > 1 else ()
-    return [group_words(state.started, group) for group in sorted(found)]
-
-
 def _notes(facts: dict[str, Any]) -> list[str]:
     owners = [] if facts["ref_count"] else ["no sequence holds it"]
     if facts["text"] is not None:
@@ -122,7 +86,3 @@ def _notes(facts: dict[str, Any]) -> list[str]:
 
 def _text(token_ids: tuple[int, ...] | None, decode: Decode | None) -> str | None:
     return None if token_ids is None or decode is None else decode(token_ids)
-
-
-def _story(life: BlockLife) -> Table:
-    return table(_Told, "story", f"Story of block {life.block_id}", [_Told(*told) for told in life.story])

@@ -1,15 +1,15 @@
 """The figures of a KV event state under plain keys, and its tables, for `attach` and for recordings."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pagedcli.answers.why import Reasons, why_of_server
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import Cause, CurvePoint, PrefixTree, Shape, Shapes, branch_label, largest_branches
 from pagedcli.printable import one_line, plural
-from pagedcli.records import Means, Share, as_row, columns_of, computed, number
+from pagedcli.records import Means, Share, number
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.why_tables import salts_tables, server_tables
 from pagedcli.trace.tokens import Decode
@@ -27,97 +27,78 @@ def medium_class(medium: str) -> str:
     return next((name for start, name in _MEDIUM_CLASSES.items() if medium.startswith(start)), "storage")
 
 
-def _read(read: Callable[[KVState], Any]) -> Any:
-    def value(figures: "Figures") -> Any:
-        return read(figures.state)
-
-    return computed(value)
-
-
-def _total(name: str) -> Any:
-    return _read(lambda state: state.total(name))
-
-
-def _again(cause: Cause) -> Any:
-    return _read(lambda state: sum(tree.num_again[cause] for tree in state.trees))
-
-
-def _checks(name: str) -> Any:
-    return _read(lambda state: sum(getattr(each.sequence, name) for each in state.publishers.values()))
-
-
-class Figures:
-    """Counts over all publishers. Blocks are counted per cache group; a rate or a median of nothing is None."""
-
-    def __init__(self, state: KVState) -> None:
-        self.state = state
-
-    duration_s: Annotated[float | None, "seconds watched"] = _read(lambda state: state.seconds)
-    num_messages: int = _read(lambda state: state.num_messages)
-    num_batches: int = _read(lambda state: state.num_batches)
-    num_events: int = _read(lambda state: state.num_events)
-    num_resident_blocks: Annotated[int, "blocks resident now"] = _read(lambda state: state.num_resident)
-    num_resident_tokens: Annotated[int, "tokens resident now"] = _read(lambda state: num_resident_tokens(state))
-    peak_resident_blocks: Annotated[int, "blocks resident at most"] = _read(lambda state: state.history.peak_resident)
-    num_unique_blocks: Annotated[int, "different blocks"] = _total("num_unique")
-    num_stored_blocks: Annotated[int, "blocks stored"] = _total("num_stored")
-    num_removed_blocks: Annotated[int, "blocks removed"] = _total("num_removed")
-    num_blocks_stored_again: Annotated[int, "blocks stored again after removal (churn)"] = _read(
-        lambda state: sum(sum(tree.num_again.values()) for tree in state.trees)
-    )
-    num_blocks_stored_again_evicted: Annotated[int, "of these, evicted before"] = _again("evicted")
-    num_blocks_stored_again_cleared: Annotated[int, "of these, dropped in a reset of the cache"] = _again("cleared")
-    num_blocks_stored_again_restarted: Annotated[int, "of these, lost as the publisher restarted"] = _again("restarted")
-    num_tokens_computed_twice: Annotated[int, "tokens computed twice for that"] = _total("num_tokens_again")
-    num_blocks_stored_again_alone: Annotated[
-        int, "of these blocks, stored alone: may be answers generated again"
-    ] = _read(lambda state: state.num_again_alone)  # fmt: skip
-    num_more_copies: int = _total("num_more_copies")
-    num_cleared: int = _read(lambda state: state.num_cleared)
-    median_pause_s: Annotated[float | None, "seconds they were gone, median"] = _read(
-        lambda state: state.median_of("pauses_s")
-    )
-    median_lifetime_s: Annotated[float | None, "seconds a block stays, median of the last evicted"] = _read(
-        lambda state: state.median_of("lifetimes_s")
-    )
-    stored_blocks_per_s: float = _read(lambda state: state.rates()[0])
-    removed_blocks_per_s: float = _read(lambda state: state.rates()[1])
-    num_gaps: Annotated[int, "gaps in the stream"] = _checks("num_gaps")
-    num_missed_messages: int = _checks("num_missed")
-    num_repeated_messages: int = _checks("num_repeated")
-    num_restarts: Annotated[int, "restarts of a publisher"] = _checks("num_restarts")
-    num_reconnects: Annotated[int, "connections lost"] = _read(lambda state: state.num_reconnects)
-    num_malformed: Annotated[int, "malformed messages or events"] = _read(lambda state: state.num_malformed)
-    num_unknown_removals: Annotated[int, "removals of blocks never seen"] = _total("num_unknown_removals")
-    num_forgotten_blocks: int = _read(lambda state: state.history.num_forgotten)
-    num_blocks_over_limit: int = _total("num_refused")
-    unknown_event_types: dict[str, int] = _read(lambda state: dict(state.unknown_types))
-    unknown_fields: dict[str, int] = _read(lambda state: dict(state.unknown_fields))
-    field_values: dict[str, int] = _read(
-        lambda state: {f"{name}={value}": num for (name, value), num in state.field_values.items()}
-    )
-    first_sequence_numbers: dict[str, int | None] = _read(
-        lambda state: {each.name: each.sequence.first_seq for each in state.publishers.values()}
-    )
-    notes: list[str] = _read(lambda state: list(state.notes))
+def facts(state: KVState) -> Row:
+    """All figures by name, over all publishers. Blocks are counted per cache group; a rate or a median of nothing is
+    None."""
+    checks = [each.sequence for each in state.publishers.values()]
+    again: dict[str, int] = {cause: sum(tree.num_again[cause] for tree in state.trees) for cause in get_args(Cause)}
+    stored_per_s, removed_per_s = state.rates()
+    return {
+        "duration_s": state.seconds,
+        "num_messages": state.num_messages,
+        "num_batches": state.num_batches,
+        "num_events": state.num_events,
+        "num_resident_blocks": state.num_resident,
+        "num_resident_tokens": num_resident_tokens(state),
+        "peak_resident_blocks": state.history.peak_resident,
+        "num_unique_blocks": state.total("num_unique"),
+        "num_stored_blocks": state.total("num_stored"),
+        "num_removed_blocks": state.total("num_removed"),
+        "num_blocks_stored_again": sum(again.values()),
+        **{f"num_blocks_stored_again_{cause}": count for cause, count in again.items()},
+        "num_tokens_computed_twice": state.total("num_tokens_again"),
+        "num_blocks_stored_again_alone": state.num_again_alone,
+        "num_more_copies": state.total("num_more_copies"),
+        "num_cleared": state.num_cleared,
+        "median_pause_s": state.median_of("pauses_s"),
+        "median_lifetime_s": state.median_of("lifetimes_s"),
+        "stored_blocks_per_s": stored_per_s,
+        "removed_blocks_per_s": removed_per_s,
+        "num_gaps": sum(each.num_gaps for each in checks),
+        "num_missed_messages": sum(each.num_missed for each in checks),
+        "num_repeated_messages": sum(each.num_repeated for each in checks),
+        "num_restarts": sum(each.num_restarts for each in checks),
+        "num_reconnects": state.num_reconnects,
+        "num_malformed": state.num_malformed,
+        "num_unknown_removals": state.total("num_unknown_removals"),
+        "num_forgotten_blocks": state.history.num_forgotten,
+        "num_blocks_over_limit": state.total("num_refused"),
+        "unknown_event_types": dict(state.unknown_types),
+        "unknown_fields": dict(state.unknown_fields),
+        "field_values": {f"{name}={value}": num for (name, value), num in state.field_values.items()},
+        "first_sequence_numbers": {each.name: each.sequence.first_seq for each in state.publishers.values()},
+        "notes": list(state.notes),
+    }
 
 
-_FIGURES = (
-    "duration_s num_batches num_events num_resident_blocks num_resident_tokens peak_resident_blocks num_unique_blocks"
-    " num_stored_blocks num_removed_blocks num_blocks_stored_again"
-    " num_blocks_stored_again_evicted num_blocks_stored_again_cleared num_blocks_stored_again_restarted"
-    " num_tokens_computed_twice num_blocks_stored_again_alone median_pause_s median_lifetime_s num_gaps num_restarts"
-    " num_reconnects num_malformed num_unknown_removals"
-)
+_FIGURES = {  # those of the table, with their words
+    "duration_s": "seconds watched",
+    "num_batches": "batches",
+    "num_events": "events",
+    "num_resident_blocks": "blocks resident now",
+    "num_resident_tokens": "tokens resident now",
+    "peak_resident_blocks": "blocks resident at most",
+    "num_unique_blocks": "different blocks",
+    "num_stored_blocks": "blocks stored",
+    "num_removed_blocks": "blocks removed",
+    "num_blocks_stored_again": "blocks stored again after removal (churn)",
+    "num_blocks_stored_again_evicted": "of these, evicted before",
+    "num_blocks_stored_again_cleared": "of these, dropped in a reset of the cache",
+    "num_blocks_stored_again_restarted": "of these, lost as the publisher restarted",
+    "num_tokens_computed_twice": "tokens computed twice for that",
+    "num_blocks_stored_again_alone": "of these blocks, stored alone: may be answers generated again",
+    "median_pause_s": "seconds they were gone, median",
+    "median_lifetime_s": "seconds a block stays, median of the last evicted",
+    "num_gaps": "gaps in the stream",
+    "num_restarts": "restarts of a publisher",
+    "num_reconnects": "connections lost",
+    "num_malformed": "malformed messages or events",
+    "num_unknown_removals": "removals of blocks never seen",
+}
 _SHOWN_IF_0 = (
     "num_batches num_resident_blocks peak_resident_blocks num_stored_blocks num_removed_blocks num_blocks_stored_again"
     " num_gaps"
 )
-
-
-def facts(state: KVState) -> Row:
-    """All figures by name."""
-    return as_row(Figures(state))
 
 
 def num_resident_tokens(state: KVState) -> int:
@@ -260,8 +241,8 @@ class _FigureRow:
 
 
 def _figures_table(state: KVState) -> Table:
-    values, columns, shown = facts(state), columns_of(Figures), _SHOWN_IF_0.split()
-    rows = [_FigureRow(columns[key].header, values[key]) for key in _FIGURES.split() if values[key] or key in shown]
+    values, shown = facts(state), _SHOWN_IF_0.split()
+    rows = [_FigureRow(words, values[key]) for key, words in _FIGURES.items() if values[key] or key in shown]
     oddities = [f"note: {note}" for note in list(state.notes)[-5:] if "is not known" not in note]
     return table(_FigureRow, "figures", "KV events", rows, notes=[*limits(state), *oddities])
 

@@ -9,12 +9,13 @@ from pagedcli.answers.survey import MAX_LISTED, PromptScan
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.records import LEFT, Share, count
-from pagedcli.show.tables import ALL_HINT, Fact, Quantity, Table, quantities, table
+from pagedcli.show.tables import ALL_HINT, Fact, Table, table
 
 if TYPE_CHECKING:
     from pagedcli.answers.hits import Hits
     from pagedcli.answers.time import Forecast
     from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.core.plan import Plan
 
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # characters shown of each end of a shared text
@@ -204,6 +205,23 @@ def _block_size_table(survey: PromptSurvey) -> Table:
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 
+def engine_table(title: str, found: "Plan | str") -> Table:
+    """One choice that determines speed per row, or why the engine cannot start."""
+    if isinstance(found, str):
+        return table(Fact, "engine", title, [Fact("error", found)])
+    rows = [Fact("attention", found.backend), *(Fact("not used", reason) for reason in found.refused)]
+    rows += [Fact("dtype", found.dtype), Fact("KV cache", found.kv_dtype)]
+    notes = found.notes
+    if found.kv_scales is None and "float8" in found.kv_dtype:
+        notes += ("the scales of the fp8 cache are measured at startup",)
+    elif found.kv_scales is not None:
+        k_scale, v_scale = found.kv_scales
+        rows.append(Fact("KV scales", f"K {k_scale:.4g}, V {v_scale:.4g}"))
+    sizes = ", ".join(map(str, found.graph_sizes))
+    rows.append(Fact("CUDA graphs", f"batch sizes {sizes}" if sizes else f"none: {found.no_graphs}"))
+    return table(Fact, "engine", title, [*rows, *(Fact("note", note) for note in notes)])
+
+
 # ---------------------------------------------------------------------- the expected run
 
 _PART_NAMES = {
@@ -239,48 +257,29 @@ def forecast_row(found: "Forecast") -> dict[str, Any]:
 
 def forecast_table(found: "Forecast", *, num_blocks: int, source: str, notes: Sequence[str]) -> Table:
     """What the run will be. `source` says where times come from."""
-    values: list[Quantity] = []
+    rows = list[Fact]()
     if found.seconds is not None and found.in_words is not None:
-        first_s, rate, ends = (
-            found.first_row_s or 0.0,
-            found.tokens_per_s or 0.0,
-            {"low": found.low, "high": found.high},
-        )
-        values += [
-            Quantity("seconds", "time", found.seconds, "s", found.in_words, ends),
-            Quantity("first_row_s", "first row after", first_s, "s", duration_text(first_s)),
-            Quantity("tokens_per_s", "generated tokens per second", rate, "tokens/s", f"{rate:,.0f}"),
+        rows += [
+            Fact("time", found.in_words),
+            Fact("first row after", duration_text(found.first_row_s or 0.0)),
+            Fact("generated tokens per second", f"{found.tokens_per_s or 0.0:,.0f}"),
         ]
-    share, peak = found.peak_used_blocks / num_blocks, found.peak_used_blocks
-    cached, again = found.num_cached_tokens, found.num_recomputed_tokens
-    values += [
-        Quantity("steps", "steps", found.num_steps, "steps", f"{found.num_steps:,}"),
-        Quantity(
-            "cached_tokens", "prompt tokens found in the cache", cached, "tokens",
-            f"{cached:,} ({percent_text(found.hit_rate)})", {"share": found.hit_rate},
-        ),
-        Quantity(
-            "kv_blocks_peak", "KV blocks at the peak", peak, "blocks",
-            f"{peak:,} of {num_blocks:,} ({percent_text(share)})", {"share": share},
-        ),
-        Quantity(
-            "preemptions", "preemptions", found.num_preemptions, "sequences",
-            f"{found.num_preemptions:,}" + (f", {plural(again, 'token')} computed again" if again else ""),
-            {"recomputed_tokens": again},
-        ),
-    ]  # fmt: skip
+    peak, again = found.peak_used_blocks, found.num_recomputed_tokens
+    rows += [
+        Fact("steps", f"{found.num_steps:,}"),
+        Fact("prompt tokens found in the cache", f"{found.num_cached_tokens:,} ({percent_text(found.hit_rate)})"),
+        Fact("KV blocks at the peak", f"{peak:,} of {num_blocks:,} ({percent_text(peak / num_blocks)})"),
+        Fact("preemptions", f"{found.num_preemptions:,}" + f", {plural(again, 'token')} computed again" * bool(again)),
+    ]
     notes = ["the real scheduler with the settings that generate uses here, without the model", *notes]
-    notes.append(
-        f"time: {source}"
-        if found.seconds is None
-        else f"time: without loading, as in the summary of generate; {source}"
-    )
+    without = "" if found.seconds is None else "without loading, as in the summary of generate; "
+    notes.append(f"time: {without}{source}")
     if found.num_refused:
         notes.append(f"{plural(found.num_refused, 'request')} that the pool cannot hold: left out")
     if found.share < 1:
         simulated = percent_text(found.share)
         notes.append(f"simulated: {simulated} of the work, from all over the file; the rest is assumed to be like it")
-    return quantities("expected_run", "Expected run", values, header="expected", notes=notes)
+    return table(Fact, "expected_run", "Expected run", rows, headers={"value": "expected"}, notes=notes)
 
 
 class Part:
