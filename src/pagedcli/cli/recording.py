@@ -1,6 +1,5 @@
 """Recordings of KV events as subjects of the commands: `attach`, `trace`, `explain`, and its page."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from pagedcli.cli.options import do_not_apply
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.lookups import read_lookups
+from pagedcli.kvevents.lookups import Lookups
 from pagedcli.kvevents.tree import LargerCache, curve
 from pagedcli.models.hub import resolve_model
 from pagedcli.show.kv_page import kv_page
@@ -42,15 +41,6 @@ def open_capture(path: Path, model: str | None) -> CaptureReader:
     if model is not None and not reader.has_tokens:
         raise UsageError(f"{path} has no token ids to decode", hint="record with --tokens")
     return reader
-
-
-def fold_capture(reader: CaptureReader, watch: Callable[[], LargerCache] | None = None) -> KVState:
-    """The state at the end of a recording. Prints its notes on stderr."""
-    state = KVState(reader.sources, keep_tokens=True, watch=watch)
-    for frames, time_s, source in reader:
-        state.take(frames, time_s, source)
-    say_notes(reader.notes)
-    return state
 
 
 def kv_decoder(model: str) -> Decode:
@@ -84,24 +74,21 @@ def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple
     """The state at the end of a recording, what is said of it and its tables."""
     from pagedcli.cli.cures import seen_cures  # loads numpy, without which a server is watched
 
-    state, watchers = fold_with_curve(reader)
-    tokenizer = None if model is None else _tokenizer_of(model)
-    lookups = read_lookups(CaptureReader(reader.path))
-    decode = None if tokenizer is None else _decode_with(tokenizer)
-    told = [cure.text for cure in seen_cures(lookups, tokenizer)]
-    reasons = Reasons("", lookups.lookups(), lookups.block_size or 0)
-    return state, *summary(state, decode, curve(watchers), cures=told, reasons=reasons, in_full=in_full)
-
-
-def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
-    """The state at the end, and what larger caches would have kept, per tree."""
-    watchers: list[LargerCache] = []
+    watchers, lookups = list[LargerCache](), Lookups(has_ids=reader.has_tokens)
 
     def watch() -> LargerCache:
         watchers.append(LargerCache())
         return watchers[-1]
 
-    return fold_capture(reader, watch), watchers
+    state = KVState(reader.sources, keep_tokens=True, watch=watch, observe=lookups.take)
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
+    say_notes(reader.notes)
+    tokenizer = None if model is None else _tokenizer_of(model)
+    decode = None if tokenizer is None else _decode_with(tokenizer)
+    told = [cure.text for cure in seen_cures(lookups, tokenizer)]
+    reasons = Reasons("", lookups.lookups(), lookups.block_size or 0)
+    return state, *summary(state, decode, curve(watchers), cures=told, reasons=reasons, in_full=in_full)
 
 
 def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: bool) -> None:

@@ -91,11 +91,23 @@ class Publisher:
     rank: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A message that changes the caches of a publisher."""
+
+    number: int  # of the messages of all publishers
+    events: Sequence[wire.KVEvent]
+    is_restarted: bool  # whether it is the first one after a restart
+
+
+Observe = Callable[[Publisher, Applied], None]
+
+
 class KVState:
     """The known state of the caches of some endpoints.
 
-    `keep_tokens` keeps the token ids of each block, for text. `watch` makes an observer for each tree. `fetch(source,
-    first, before)` returns the frames of missing messages, if the publisher can replay them.
+    `keep_tokens` keeps the token ids of each block, for text. `watch` makes an observer for each tree; `observe`
+    receives every message that is applied. `fetch(source, first, before)` returns the frames of missing messages, if the publisher can replay them.
     """
 
     def __init__(
@@ -105,6 +117,7 @@ class KVState:
         keep_tokens: bool = False,
         max_blocks: int = MAX_BLOCKS,
         watch: Callable[[], LargerCache] | None = None,
+        observe: Observe = lambda publisher, message: None,
         fetch: Fetch | None = None,
     ) -> None:
         self.publishers: dict[tuple[int, bytes], Publisher] = {}
@@ -130,7 +143,7 @@ class KVState:
         self._names = list(names)
         self._keep_tokens = keep_tokens
         self.history = History(max_blocks)
-        self._watch = watch
+        self._watch, self._observe = watch, observe
         self._fetch = fetch
 
     # ------------------------------------------------------------------ changes
@@ -183,8 +196,11 @@ class KVState:
 
     def _take(self, message: wire.Message, batch: wire.Batch, time_s: float | None, source: int) -> None:
         publisher = self._publisher(source, message.topic)
+        num_restarts = 0 if publisher is None else publisher.sequence.num_restarts
         if publisher is None or not self._in_order(publisher, message, batch):
             return
+        is_restarted = publisher.sequence.num_restarts > num_restarts
+        self._observe(publisher, Applied(self.num_messages - 1, batch.events, is_restarted))
         self.num_batches += 1
         self.num_events += len(batch.events)
         if batch.rank is not None:

@@ -17,8 +17,7 @@ from pagedcli.core.prefixes import num_equal
 from pagedcli.events import PrefixLookedUp
 from pagedcli.kvevents import wire
 from pagedcli.kvevents.capture import CaptureReader
-from pagedcli.kvevents.fold import SequenceCheck
-from pagedcli.kvevents.formats import decode_batch
+from pagedcli.kvevents.fold import Applied, KVState, Publisher
 from pagedcli.kvevents.tree import MAX_TOKEN_BYTES
 from pagedcli.views.explain import Earlier, Ghosts, Lookup, Reason
 
@@ -56,6 +55,11 @@ class Lookups:
     _parents: list[int] = field(default_factory=list)
     _tokens: "dict[int, array[int]]" = field(default_factory=dict)  # node -> token ids of the block
     _num_kept: int = 0  # tokens
+    _followed: "dict[tuple[int, str], _Publisher]" = field(default_factory=dict)
+
+    def take(self, publisher: Publisher, message: Applied) -> None:
+        """Follow a message. For KVState(observe=...)."""
+        self._followed.setdefault((publisher.source, publisher.name), _Publisher(self)).take(message)
 
     def _up(self, node: int) -> Iterator[int]:
         """A node and those before it."""
@@ -142,17 +146,9 @@ def _are_ids(values: "array[int]") -> bool:
 def read_lookups(reader: CaptureReader) -> Lookups:
     """The requests of a recording, in the order in which they began to store blocks."""
     found = Lookups(has_ids=reader.has_tokens)
-    publishers: dict[tuple[int, bytes], _Publisher] = {}
-    for number, (frames, _, source) in enumerate(reader):
-        try:
-            message = wire.split_frames(frames)
-            batch = decode_batch(message.payload)
-        except wire.WireError:
-            continue
-        key = (source, message.topic)
-        if key not in publishers:
-            publishers[key] = _Publisher(found)
-        publishers[key].take(number, message, batch)
+    state = KVState(reader.sources, observe=found.take)
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
     return found
 
 
@@ -161,7 +157,6 @@ class _Publisher:
 
     def __init__(self, found: Lookups) -> None:
         self._found = found
-        self._check = SequenceCheck()
         self._place: tuple[str | None, str] | None = None  # cache group and medium that are followed
         self._node_of: dict[wire.BlockHash, int] = {}
         self._salts: dict[wire.BlockHash, str] = {}  # salt of each block of a request with one
@@ -174,16 +169,12 @@ class _Publisher:
         self._after: defaultdict[tuple[int, str | None], list[int]] = defaultdict(list)  # node, salt -> next nodes
         self._message = 0  # number of the one that is read
 
-    def take(self, number: int, message: wire.Message, batch: wire.Batch) -> None:
-        self._message = number
-        if message.seq is not None:
-            verdict = self._check.take(message.seq, message.seq, batch.time_s)
-            if verdict == "repeated":
-                return
-            if verdict == "restarted":
-                self._clear("restarted")
+    def take(self, message: Applied) -> None:
+        self._message = message.number
+        if message.is_restarted:
+            self._clear("restarted")
         before, self._just_stored = self._just_stored, set()
-        for event in batch.events:
+        for event in message.events:
             match event:
                 case wire.Stored():
                     self._store(event, before)
@@ -193,7 +184,7 @@ class _Publisher:
                 case wire.Cleared():
                     self._clear("cleared")
         for node in self._leaving:
-            self._ghosts.add(node, number)
+            self._ghosts.add(node, message.number)
         self._leaving.clear()
 
     def _clear(self, why: Reason) -> None:
