@@ -10,21 +10,15 @@ from pagedcli.answers.cures import cures
 from pagedcli.answers.why import why_of_server
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import LargerCache, curve
+from pagedcli.kvevents.tree import SIZES
 from pagedcli.planning.prompt_sample import PromptSample
 
 
 def judged(*messages):
-    watchers = []
-
-    def watch():
-        watchers.append(LargerCache())
-        return watchers[-1]
-
-    state = KVState(watch=watch)
+    state = KVState(larger=SIZES)
     for number, events in enumerate(messages):
         state.take(message(number, *events), float(number))
-    return why_of_server(state, curve(watchers))
+    return why_of_server(state)
 
 
 MORE_MEMORY = (

@@ -29,7 +29,6 @@ from pagedcli.views.words import accepted_words, again_words, seq_name, when
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.fold import KVState
-    from pagedcli.kvevents.tree import CurvePoint
 
 _MOST_TOLD = 4  # lookups of a request that are told in sentences
 _MOST_NAMED = 3  # sequences that hold a block
@@ -337,9 +336,9 @@ def why_of_block(life: BlockLife, state: PoolState) -> str:
 # ---------------------------------------------------------------------- a server
 
 
-def why_of_server(state: "KVState", points: "Sequence[CurvePoint] | None" = None) -> str:
-    """How much of what was stored had been evicted before. `points`: what larger caches would have kept, if known."""
-    num_stored, alone, answers = state.total("num_stored"), state.num_alone["evicted"], ""
+def why_of_server(state: "KVState") -> str:
+    """How much of what was stored had been evicted before, and what larger caches would have kept, if it was seen."""
+    points, num_stored, alone, answers = state.curve(), state.total("num_stored"), state.num_alone["evicted"], ""
     if not num_stored:
         return "No block was stored, so there is nothing to judge."
     again = sum(tree.num_again["evicted"] for tree in state.trees) - alone

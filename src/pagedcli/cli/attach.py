@@ -84,7 +84,11 @@ def attach(
         from pagedcli.kvevents.sockets import Subscriber
 
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
-        scraper = None if metrics is None else _scraper(stack, metrics)
+        scraper = None
+        if metrics is not None:
+            from pagedcli.kvevents.scrape import Scraper
+
+            scraper = stack.enter_context(Scraper(metrics))
         writer = None
         if record is not None:
             writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
@@ -110,12 +114,6 @@ def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None,
     if not state.num_messages:
         unknown = "no messages received: check that the server publishes KV events there (docs/servers.md)"
         say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
-
-
-def _scraper(stack: ExitStack, url: str) -> "Scraper":
-    from pagedcli.kvevents.scrape import Scraper
-
-    return stack.enter_context(Scraper(url))
 
 
 class _Session:

@@ -8,14 +8,16 @@ import typer
 from pagedcli.answers.why import Reasons, why, why_of_request
 from pagedcli.cli.block import print_block
 from pagedcli.cli.cures import print_answer, recorded_cures
-from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
+from pagedcli.cli.decoder import TokenizerOption, recorded_decoder, recorded_tokenizer
 from pagedcli.cli.options import option
-from pagedcli.cli.page import write_run_page
 from pagedcli.cli.recorded_run import TraceFile
-from pagedcli.cli.recording import is_recording, print_capture
+from pagedcli.cli.recording import capture_page, is_recording, print_capture
 from pagedcli.errors import UsageError
-from pagedcli.show.tables import Format
-from pagedcli.show.terminal import say_notes
+from pagedcli.files import check_files, whole_file, writing
+from pagedcli.kvevents.capture import is_capture
+from pagedcli.show.report import render_report
+from pagedcli.show.tables import Format, size
+from pagedcli.show.terminal import say, say_notes
 from pagedcli.show.why_tables import lookups_table, reasons_tables, short_tables
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
@@ -63,7 +65,7 @@ def explain(
     if output_file is not None:
         if block is not None or lookups or all_ or format_ is not Format.TABLE:
             raise UsageError("-o writes the whole page: only --request and --tokenizer can be combined with it")
-        write_run_page(trace, output_file, request, tokenizer, overwrite=overwrite)
+        _write_page(trace, output_file, request, tokenizer, overwrite=overwrite)
         return
     if is_recording(trace, request=request, lookups=lookups, block=block, all=all_):
         print_capture(trace, tokenizer, format_, in_full=True)
@@ -115,3 +117,27 @@ def _facts(reasons: Reasons, state: PoolState) -> dict[str, Any]:
         "ideal_hit_rate": new.ideal / new.num_tokens if new.num_tokens else None,
         "num_events": state.num_events,
     }
+
+
+def _write_page(trace: Path, path: Path, request: str | None, tokenizer: str | None, *, overwrite: bool) -> None:
+    """Write a self-contained HTML page of a recorded run, opened at a request if one is named."""
+    check_files({"the trace": trace}, {"the page": path}, overwrite=overwrite)
+    if is_capture(trace):
+        page = capture_page(trace, tokenizer)
+    else:
+        reader = TraceReader(trace)
+        named = None if request is None else find_request(TraceReader(trace), request, str(trace))
+        requests = RecordedRequests()
+        page = render_report(
+            reader,
+            lambda: recorded_decoder(trace, tokenizer),
+            selected=() if named is None else named.seq_ids,
+            views=[requests],
+            what_to_change=lambda state: [
+                cure.text for cure in recorded_cures(requests, state, recorded_tokenizer(trace, tokenizer))
+            ],
+        )
+        say_notes(reader.notes)
+    with writing(path), whole_file(path, overwrite=overwrite) as file:
+        file.write(page)
+    say(f"{path}: {size(len(page))}, open it in a browser")

@@ -11,10 +11,9 @@ from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.lookups import Lookups
-from pagedcli.kvevents.tree import LargerCache, curve
+from pagedcli.kvevents.tree import SIZES
 from pagedcli.models.hub import resolve_model
-from pagedcli.show.kv_page import kv_page
-from pagedcli.show.kv_tables import facts, message_line, message_rows, print_summary, summary
+from pagedcli.show.kv_tables import facts, kv_page, message_line, message_rows, print_summary, summary
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import is_interactive, say_notes
 from pagedcli.trace.tokens import Decode
@@ -74,13 +73,8 @@ def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple
     """The state at the end of a recording, what is said of it and its tables."""
     from pagedcli.cli.cures import seen_cures  # loads numpy, without which a server is watched
 
-    watchers, lookups = list[LargerCache](), Lookups(has_ids=reader.has_tokens)
-
-    def watch() -> LargerCache:
-        watchers.append(LargerCache())
-        return watchers[-1]
-
-    state = KVState(reader.sources, keep_tokens=True, watch=watch, observe=lookups.take)
+    lookups = Lookups(has_ids=reader.has_tokens)
+    state = KVState(reader.sources, keep_tokens=True, larger=SIZES, observe=lookups.take)
     for frames, time_s, source in reader:
         state.take(frames, time_s, source)
     say_notes(reader.notes)
@@ -88,7 +82,7 @@ def _judged(reader: CaptureReader, model: str | None, *, in_full: bool) -> tuple
     decode = None if tokenizer is None else _decode_with(tokenizer)
     told = [cure.text for cure in seen_cures(lookups, tokenizer)]
     reasons = Reasons("", lookups.lookups(), lookups.block_size or 0)
-    return state, *summary(state, decode, curve(watchers), cures=told, reasons=reasons, in_full=in_full)
+    return state, *summary(state, decode, cures=told, reasons=reasons, in_full=in_full)
 
 
 def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: bool) -> None:

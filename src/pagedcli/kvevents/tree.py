@@ -79,7 +79,7 @@ class History:
 class PrefixTree:
     """A tree changed by `store`, `remove`, `clear` and `move`, with counts. Unknown times are None."""
 
-    def __init__(self, history: History | None = None, *, watcher: "LargerCache | None" = None) -> None:
+    def __init__(self, history: History | None = None, larger: "LargerCache | None" = None) -> None:
         self.nodes: dict[BlockHash, Node] = {}
         self.copies: dict[str, dict[BlockHash, int]] = {}  # medium -> block -> copies
         self.capacity: dict[str, int] = {}  # medium -> blocks, if published
@@ -97,7 +97,7 @@ class PrefixTree:
         self.lifetimes_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self.pauses_s: deque[float] = deque(maxlen=_NUM_RECENT)  # time from gone to stored again
         self._history = history or History()
-        self._watcher = watcher
+        self.larger = larger
 
     def store(
         self,
@@ -178,8 +178,8 @@ class PrefixTree:
     def note_alone(self, block_hash: BlockHash, more: int) -> None:
         """A block that has just come back did so by itself (`more` 1), or not after all (-1)."""
         node = self.nodes.get(block_hash)
-        if node is not None and self._watcher is not None:
-            self._watcher.alone(node, more)
+        if node is not None and self.larger is not None:
+            self.larger.alone(node, more)
 
     def resident(self) -> Iterator[Node]:
         """The blocks with at least one copy, in no particular order."""
@@ -195,8 +195,8 @@ class PrefixTree:
         self._history.gone[node] = None
         if time_s is not None and node.stored_s is not None and cause == "evicted":
             self.lifetimes_s.append(max(0.0, time_s - node.stored_s))
-        if self._watcher is not None:
-            self._watcher.gone(node)
+        if self.larger is not None:
+            self.larger.gone(node)
 
     def _came_back(self, node: Node, time_s: float | None) -> None:
         assert node.cause is not None, "it was gone"
@@ -204,8 +204,8 @@ class PrefixTree:
         self.num_tokens_again += node.num_tokens
         if time_s is not None and node.gone_s is not None:
             self.pauses_s.append(max(0.0, time_s - node.gone_s))
-        if self._watcher is not None:
-            self._watcher.back(node)
+        if self.larger is not None:
+            self.larger.back(node)
         node.cause = None
         del self._history.gone[node]
 

@@ -1,7 +1,9 @@
-"""The figures of a KV event state under plain keys, and its tables, for `attach` and for recordings."""
+"""The figures of a KV event state under plain keys, its tables and its page, for `attach` and for recordings."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pagedcli.answers.why import Reasons, why_of_server
@@ -10,6 +12,7 @@ from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import Cause, CurvePoint, PrefixTree, Shape, Shapes, branch_label, largest_branches
 from pagedcli.printable import one_line, plural
 from pagedcli.records import Means, Share, number
+from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.why_tables import salts_tables, server_tables
 from pagedcli.trace.tokens import Decode
@@ -199,7 +202,6 @@ def limits(state: KVState) -> list[str]:
 def summary(
     state: KVState,
     decode: Decode | None,
-    points: Sequence[CurvePoint] | None = None,
     *,
     cures: Sequence[str] = (),
     reasons: Reasons | None = None,
@@ -207,7 +209,7 @@ def summary(
 ) -> tuple[list[str], list[Table]]:
     """The answer with what to change, and all tables of a summary; empty ones are left out.
 
-    points: what larger caches would have kept, None if that is not known. reasons: those of the requests that a
+    reasons: those of the requests that a
     recording shows. in_full: with these, and a table of larger caches.
     """
     shapes = Shapes()
@@ -220,10 +222,10 @@ def summary(
     ]
     tables = [each for each in tables if each.rows]
     if in_full:
-        tables.append(_curve_table(points or [], state))
+        tables.append(_curve_table(state))
     if reasons is not None:
         tables += server_tables(reasons, decode) if in_full else salts_tables(reasons)
-    return [why_of_server(state, points), *cures], tables
+    return [why_of_server(state), *cures], tables
 
 
 def print_summary(answer: list[str], tables: list[Table], state: KVState, format_: Format) -> None:
@@ -308,7 +310,8 @@ def _unknown_table(state: KVState) -> Table:
     return table(_UnknownRow, "unknown", "Event types and fields that this pagedcli does not know", rows)
 
 
-def _curve_table(points: Sequence[CurvePoint], state: KVState) -> Table:
+def _curve_table(state: KVState) -> Table:
+    points = state.curve()
     most = plural(state.history.peak_resident, "block")
     notes = [f"lower bounds, if it evicts in the same order; this cache held at most {most}"]
     if any(point.num_prompt_blocks_kept < point.num_blocks_kept for point in points):
@@ -355,3 +358,42 @@ def message_line(row: Row) -> str:
     changes = f"stored {row['num_stored_blocks']:,}, removed {row['num_removed_blocks']:,}{twice}"
     notes = "".join(f"; {one_line(note)}" for note in row["notes"])
     return f"message {row['message']:,} at {time_s}: {changes}; resident {row['num_resident_blocks']:,}{notes}"
+
+
+# ---------------------------------------------------------------------- the page
+
+_MOST_POINTS = 600
+
+
+def kv_page(path: Path, answer: Sequence[str], tables: Sequence[Table]) -> bytes:
+    """The page of a recording, of which this is said."""
+    history = residency(CaptureReader(path))
+    chart = _chart(history) if history else ""
+    said = pages.section("Verdict", *(f"<p>{escape(one_line(line))}</p>" for line in answer))
+    shown = (pages.as_html(table) for table in tables if table.rows)
+    body = "\n".join([said, chart, *shown])
+    return pages.html_page(f"KV events of {one_line(path.name)}", body)
+
+
+def residency(reader: CaptureReader) -> list[tuple[float, int]]:
+    """(seconds, blocks resident) after each message that has a time; of many, evenly chosen ones and the peak."""
+    state, rows = KVState(reader.sources), []
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
+        if time_s is not None:
+            rows.append((time_s, state.num_resident))
+    if len(rows) <= _MOST_POINTS:
+        return rows
+    peak = max(range(len(rows)), key=lambda place: rows[place][1])
+    chosen = {round(i * (len(rows) - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)} | {peak}
+    return [rows[place] for place in sorted(chosen)]
+
+
+def _chart(history: Sequence[tuple[float, int]]) -> str:
+    start, end = history[0][0], history[-1][0]
+    top = max(num_blocks for _, num_blocks in history) or 1
+    chart = pages.LineChart((start, end), top, height=200)
+    ticks = [(start, (f"{start:,.1f} s",)), (end, (f"{end:,.1f} s",))]
+    parts = [*chart.axes(ticks, [(0, "0"), (top, f"{top:,}")]), chart.line(history)]
+    text = f"<p>at most {top:,}, over {end - start:,.1f} seconds</p>"
+    return pages.section("Blocks resident", text, chart.svg(parts, "Blocks resident"))
