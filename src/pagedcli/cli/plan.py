@@ -20,8 +20,8 @@ from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import capitalized, percent_text, plural, refused_text
-from pagedcli.show.plan_tables import engine_table, file_table, full_tables, survey_facts
-from pagedcli.show.tables import Format, Table
+from pagedcli.show.plan_tables import engine_table, file_table, forecast_row, full_tables, run_tables, survey_facts
+from pagedcli.show.tables import Format
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _ALL_HELP = (
     "Show every table, and look for where prompts diverge in all rows, up to 67 million prompt tokens, instead of in"
     " 20,000. Takes about 0.05 GiB of memory per million tokens."
 )
+_SEVERAL_SAMPLES = "rows with several samples: near, not exact, as samples that draw the same tokens share blocks"
 _LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
 
 
@@ -139,17 +140,19 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         print(tuned_settings(run.subject, run.found, loaded), end="")
         return code
     with working("looking for changes that help"):
-        trial = None if run is None else _trial_run(file, run)
-        pools = None if trial is None else _pools(trial)
-        cures = _cures(loaded.config.engine, file.scan, trial, pools)
-    facts = survey_facts(scan, file.fit) | ({} if run is None else {"forecast": run.facts})
+        tried = None if run is None else _tried(file, run)
+        pools = None if tried is None else _pools(*tried)
+        cures = _cures(loaded.config.engine, file.scan, tried, pools)
+    facts = survey_facts(scan, file.fit)
+    facts |= {} if run is None else {"forecast": {**forecast_row(run.found), "time_source": run.source}}
     facts |= {} if pools is None else {"enough": pools.document()}
     if is_table and not options.all_:
-        doubts = [] if run is None else run.doubts
+        doubts = [] if run is None or _SEVERAL_SAMPLES not in run.notes else [_SEVERAL_SAMPLES]
         tables = [file_table(scan, file.fit, None if run is None else run.found, pools, doubts)]
     else:
-        of_run = [] if run is None or options.format_ is Format.JSON else run.tables  # JSON has their figures as facts
-        tables = [*of_run, *full_tables(scan, file.fit)]
+        tables = full_tables(scan, file.fit)
+        if run is not None and options.format_ is not Format.JSON:  # which has these figures as facts
+            tables = [*run_tables(run.found, run.subject.num_blocks, run.source, run.notes), *tables]
     if pools is not None and is_table and options.all_:
         from pagedcli.show.simulation_tables import curve_table
 
@@ -195,50 +198,38 @@ def _here(run: "Forecast | None") -> str:
     return f"{capitalized(run.in_words)} here: "
 
 
-@dataclass(frozen=True, slots=True)
-class _TrialRun:
-    """The run that other pools and settings are tried on: of a long file with a part of its requests."""
-
-    subject: "Subject"
-    found: "Forecast | None"  # None: it has not been simulated
-    budget_s: float  # seconds of trials
+Tried = tuple["Subject", "Forecast | None", float]
+"""The run that other pools and settings are tried on; None: it has not been simulated; and seconds of trials."""
 
 
-def _trial_run(file: _File, run: "_ExpectedRun") -> _TrialRun:
+def _tried(file: _File, run: "_ExpectedRun") -> Tried:
+    """Of a long file a part of its requests."""
     from pagedcli.answers.cures import CURES_S
     from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
 
     if file.requests.work + file.requests.left_out <= MOST_IN_FULL:
-        return _TrialRun(run.subject, run.found, CURES_S)
+        return run.subject, run.found, CURES_S
     workload, left_out = file.requests.part(SAMPLED)
-    return _TrialRun(replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S)
+    return replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S
 
 
-def _pools(trial: _TrialRun) -> "Hits | None":
+def _pools(subject: "Subject", base: "Forecast | None", budget_s: float) -> "Hits | None":
     """What other pools find; None if looking for it failed."""
     from pagedcli.answers.hits import hits
 
-    subject = trial.subject
-    search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=trial.budget_s)
+    search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=budget_s)
     return or_note("the smallest pool that is enough", search, None)
 
 
-def _cures(engine: EngineConfig, scan: PromptScan, trial: _TrialRun | None, pools: "Hits | None") -> "list[Cure]":
+def _cures(engine: EngineConfig, scan: PromptScan, tried: Tried | None, pools: "Hits | None") -> "list[Cure]":
     """What to change."""
     size, rates = engine.block_size, dict[int, float]()
     if engine.enable_prefix_caching:
         sizes = [each for each in {*BLOCK_SIZES, size} if each <= size and not each % UNIT]
         rates = {each: scan.plan.ideal_hit_rate(each) for each in sizes}
-    return find_cures(
-        None if trial is None else trial.subject,
-        prompts=scan.drawn,
-        tokenizer=scan.tokenizer,
-        block_size=size,
-        rates_in_file=rates,
-        base=None if trial is None else trial.found,
-        found=pools,
-        budget_s=None if trial is None else trial.budget_s,
-    )
+    subject, base, budget_s = (None, None, None) if tried is None else tried
+    how = {"base": base, "found": pools, "budget_s": budget_s, "rates_in_file": rates, "block_size": size}
+    return find_cures(subject, prompts=scan.drawn, tokenizer=scan.tokenizer, **how)
 
 
 def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
@@ -318,20 +309,13 @@ class _ExpectedRun:
     subject: "Subject"  # the run that cures are about
     found: "Forecast"
     source: str  # origin of the times, or why there are none
-    facts: dict[str, Any]  # fields of the JSON
-    tables: list[Table]
-
-    @property
-    def doubts(self) -> list[str]:
-        """Notes that say how sure the run is."""
-        return [note for note in self.tables[0].notes if note.startswith(("other work", "rows with several samples"))]
+    notes: list[str]
 
 
 def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.answers.settings import Subject
     from pagedcli.answers.time import time, with_hits_of_all
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.show.plan_tables import forecast_row, forecast_table, parts_table
     from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
 
     decision, run, requests = file.decision, loaded.config.run, file.requests
@@ -361,10 +345,7 @@ def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _E
     if decision.plan.no_drafts is not None:
         notes.append(f"speculation: off, as {decision.plan.no_drafts}")
     if any(each.num_samples > 1 and each.is_random and each.output_ids is None for each in workload.requests):
-        notes.append("rows with several samples: near, not exact, as samples that draw the same tokens share blocks")
-    tables = [forecast_table(found, num_blocks=plan.num_blocks, source=source, notes=notes)]
-    if found.seconds is not None:
-        tables.append(parts_table(found))
+        notes.append(_SEVERAL_SAMPLES)
     progress.close()
     subject = Subject(
         workload,
@@ -375,5 +356,4 @@ def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _E
         step_time=step_time,
         left_out=requests.left_out,
     )
-    facts = {**forecast_row(found), "time_source": source}
-    return _ExpectedRun(subject, found, source, facts, tables)
+    return _ExpectedRun(subject, found, source, notes)

@@ -255,8 +255,8 @@ def forecast_row(found: "Forecast") -> dict[str, Any]:
     }
 
 
-def forecast_table(found: "Forecast", *, num_blocks: int, source: str, notes: Sequence[str]) -> Table:
-    """What the run will be. `source` says where times come from."""
+def run_tables(found: "Forecast", num_blocks: int, source: str, notes: Sequence[str]) -> list[Table]:
+    """What the run will be, and where its time goes. `source` says where times come from."""
     rows = list[Fact]()
     if found.seconds is not None and found.in_words is not None:
         rows += [
@@ -279,7 +279,10 @@ def forecast_table(found: "Forecast", *, num_blocks: int, source: str, notes: Se
     if found.share < 1:
         simulated = percent_text(found.share)
         notes.append(f"simulated: {simulated} of the work, from all over the file; the rest is assumed to be like it")
-    return table(Fact, "expected_run", "Expected run", rows, headers={"value": "expected"}, notes=notes)
+    tables = [table(Fact, "expected_run", "Expected run", rows, headers={"value": "expected"}, notes=notes)]
+    if found.seconds is not None:
+        tables.append(_parts_table(found))
+    return tables
 
 
 class Part:
@@ -290,7 +293,7 @@ class Part:
     share: Share
 
 
-def parts_table(found: "Forecast") -> Table:
+def _parts_table(found: "Forecast") -> Table:
     """Where the time goes."""
     total = found.seconds or 1.0
     rows = [
