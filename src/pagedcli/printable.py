@@ -128,12 +128,12 @@ def refused_text(num_refused: int, num_rows: int, line: int, reason: str, *, has
 
 
 def expected_text(seconds: float, low: float, high: float) -> str:
-    """An expected time with its range: `5.8 s (4.4 s to 7.6 s)`; one bound of a second or less, `under 0.2 s`, and of a
-    range wider than threefold, `at most 43 s`."""
+    """An expected time with its range: `about 5.8 s (4.4 s to 7.6 s)`; one bound of a second or less, `under 0.2 s`,
+    and of a range wider than threefold, `at most 43 s`."""
     if high <= 1:
         return f"under {max(1, math.ceil(10 * high)) / 10:g} s"
     text, least, most = (f"{each:.1f} s" if each < 0.95 else duration_text(each) for each in (seconds, low, high))
-    return f"at most {most}" if high > 3 * low else f"{text} ({least} to {most})"
+    return f"at most {most}" if high > 3 * low else f"about {text} ({least} to {most})"
 
 
 def id_ranges(ids: Iterable[int]) -> str:

@@ -12,7 +12,9 @@ import pytest
 from cli_harness import pagedcli
 
 from pagedcli.answers.cures import LEAST_TIMED_S, WORTH_SAYING, Trials, cures, tune
+from pagedcli.answers.settings import KINDS, Setting, Subject
 from pagedcli.answers.time import time as forecast
+from pagedcli.answers.turns import Turns
 from pagedcli.cli.cures import told_of_recording
 from pagedcli.cli.plan_tune import time_in_turns
 from pagedcli.config import load_config
@@ -21,9 +23,8 @@ from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.step_time import StepTime
 from pagedcli.simulation.requests import Request, Requests
-from pagedcli.simulation.settings import KINDS, Setting, Subject, recorded_plan
+from pagedcli.simulation.run import recorded_plan
 from pagedcli.simulation.sources import read_recorded_run
-from pagedcli.simulation.turns import Turns
 
 
 def subject(prompts, *, num_output=4, block_bytes=0, device="cpu", **limits):

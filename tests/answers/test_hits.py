@@ -18,13 +18,13 @@ from pagedcli.answers.hits import (
     hits_one_at_a_time,
     least_pool,
 )
+from pagedcli.answers.settings import Subject
 from pagedcli.answers.time import time
 from pagedcli.core.eviction import POLICIES
 from pagedcli.events import CacheGroup
 from pagedcli.simulation.caches import accesses_of, lru_curve
 from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import Schedule, simulate
-from pagedcli.simulation.settings import Subject
 
 
 def random_requests(seed):

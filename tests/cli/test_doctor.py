@@ -108,12 +108,11 @@ def test_every_family_that_people_ask_for_is_judged_by_its_config_alone(family, 
 
 
 def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeypatch):
-    from pagedcli.cli.doctor import _instruction_notes
+    from pagedcli.native import processor
+    from pagedcli.runner.inspection import instruction_notes
 
-    monkeypatch.setattr(
-        "pagedcli.cli.doctor.processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"})
-    )
-    notes = _instruction_notes()
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"}))
+    notes = instruction_notes()
     assert "matrix instructions of the processor: amx_tile, avx512_fp16, fma" in notes[0]
     assert len(notes) == 1 or notes[1].startswith("native library: ")
     assert len(notes) == 1 or ("bfloat16 by" in notes[2] and "not used: avx512_fp16" in notes[2])
@@ -187,9 +186,9 @@ def test_what_an_engine_does_here_is_told():
 
 
 def test_graphs_scales_and_notes_of_a_plan_are_told():
-    from pagedcli.cli.doctor import engine_table
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
+    from pagedcli.show.plan_tables import engine_table
 
     plan = Plan(
         limits=Limits(),
@@ -217,11 +216,11 @@ def test_graphs_scales_and_notes_of_a_plan_are_told():
 def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_path):
     from model_zoo import tiny_model
 
-    from pagedcli.cli.doctor import engine_table
     from pagedcli.config import EngineConfig
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
     from pagedcli.runner.llm_engine import LLMEngine
+    from pagedcli.show.plan_tables import engine_table
 
     config = EngineConfig(
         model=str(tiny_model("qwen3", tmp_path / "model")), dtype="float16", device="cpu",

@@ -47,15 +47,16 @@ def test_replay_shows_the_tree_after_one_message(recording):
 
 def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
     document = json.loads(pagedcli("explain", recording, "--format", "json").stdout)
-    assert {row["cause"]: row["num_blocks"] for row in document["churn"]} == {
-        "evicted": 2, "cleared": 1, "restarted": 0,
+    assert [document[f"num_blocks_stored_again_{cause}"] for cause in ("evicted", "cleared", "restarted")] == [2, 1, 0]
+    assert {row["reason"]: row["lookups"] for row in document["reasons"]} == {
+        "evicted": 1, "cleared": 1, "no_shared_prefix": 1,
     }  # fmt: skip
     assert [(row["num_more_blocks"], row["num_blocks_kept"]) for row in document["larger_cache"]] == [(1, 1), (2, 2)]
     said = pagedcli("explain", recording).stdout
-    assert re.search(r"evicted +2 +evicted to make room", said)
+    assert re.search(r"the content had been cached, but was evicted +1", said)
 
 
-def test_explain_shows_where_near_twins_part_in_text(tmp_path):
+def test_explain_shows_where_prompts_diverge_in_text(tmp_path):
     from pagedcli.cli.recording import kv_decoder
 
     path, size, decode = tmp_path / "e.jsonl", 8, kv_decoder("builtin")
@@ -64,9 +65,10 @@ def test_explain_shows_where_near_twins_part_in_text(tmp_path):
     with CaptureWriter(path, ["x"], tokens=True) as writer:
         events = [stored(n, tokens=ids, block_size=size) for n, ids in enumerate((cached, prompt), 1)]
         writer.write(message(0, *events), 0.0)
-    (row,) = json.loads(pagedcli("explain", path, "--tokenizer", "builtin", "--format", "json").stdout)["twins"]
-    assert row["num_equal"] == 6
-    assert {row["first"], row["second"]} == {"...'at 15:09'", "...'at 15:10'"}
+    said = pagedcli("explain", path, "--tokenizer", "builtin", "--format", "json").stdout
+    (row,) = [row for row in json.loads(said)["lookups"] if row["divergence"] is not None]
+    expected = 'first divergence at token 6: earlier "at 15:09" (request 0) vs prompt "at 15:10"'
+    assert row["divergence"] == expected
 
 
 def test_report_is_one_page_without_a_network(recording, tmp_path):

@@ -60,11 +60,12 @@ def told_and_done(tmp_path, rows, *flags):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--num-kvcache-blocks", "24", "--max-num-seqs", "6", *flags)
     found = json.loads(pagedcli("plan", prompts, "--no-calibrate", *flags, "--format", "json").stdout)
-    told = {row["what"]: row["value"] for row in found["expected_run"]}
     pagedcli("generate", prompts, *flags, "--ignore-eos", "--summary-json", summary, "--overwrite")
     done = json.loads(summary.read_text())
-    names = ("prompt tokens found in the cache", "preemptions")
-    return tuple(told[name] for name in names), (done["cached_tokens"], done["preemptions"])
+    return tuple(found["forecast"][name] for name in ("cached_tokens", "preemptions")), (
+        done["cached_tokens"],
+        done["preemptions"],
+    )
 
 
 def test_plan_follows_the_flags_that_change_a_run(tmp_path):
@@ -135,7 +136,7 @@ def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):
     pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *flags, *pool, *run)
     done = json.loads(summary.read_text())
     planned = json.loads(pagedcli("plan", prompts, "--no-calibrate", *flags, *pool, "--format", "json").stdout)
-    told = [{row["what"]: row["value"] for row in planned["expected_run"]}["prompt tokens found in the cache"]]
+    told = [planned["forecast"]["cached_tokens"]]
     (ideal,) = (row["hit_rate"] for row in planned["block_sizes"] if row["block_size"] == 8)
     assert ideal == done["cache"]["ideal_hit_rate"], "no lookup asks for blocks after the context"
     for source in (prompts, trace):

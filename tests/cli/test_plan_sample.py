@@ -34,7 +34,7 @@ def test_the_sample_has_the_whole_file_in_its_intervals(long_file, monkeypatch):
     for about, value in ((found.rows, whole["num_rows"]), (found.prompt_tokens, whole["num_prompt_tokens"])):
         assert about.low <= value <= about.high
         assert about.high < 1.25 * about.low
-    assert 0.1 < found.hit_rate <= whole["forecast"]["hit_rate"] + 0.01
+    assert 0.1 < found.run.hit_rate <= whole["forecast"]["hit_rate"] + 0.01
     bad = found.scan.num_bad / found.scan.num_rows
     assert bad == pytest.approx(whole["num_bad_rows"] / whole["num_rows"], rel=0.6)
 

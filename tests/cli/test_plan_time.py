@@ -84,16 +84,6 @@ def test_the_counts_are_those_of_generate_with_the_same_flags(many, tmp_path, fl
     assert found["seconds"] == pytest.approx(sum(found["seconds_by_part"].values()))
 
 
-def test_json_has_numbers_with_names_and_units_where_the_table_has_texts(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    document = json.loads(pagedcli("plan", many, "--format", "json").stdout)
-    rows, found = {row["name"]: row for row in document["expected_run"]}, document["forecast"]
-    assert {name: row["value"] for name, row in rows.items()} == {name: found[name] for name in rows}
-    assert (rows["seconds"]["low"], rows["seconds"]["high"]) == (found["seconds_low"], found["seconds_high"])
-    assert [rows[name]["unit"] for name in ("seconds", "tokens_per_s", "kv_blocks_peak")] == ["s", "tokens/s", "blocks"]
-    assert all(isinstance(row["seconds"], float) for row in document["expected_parts"])
-
-
 def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     out = tmp_path / "out.jsonl"
     pagedcli("generate", many, "-o", out, "--limit", "30")

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 from kv_event_harness import CLEARED, message, removed, stored
 
+from pagedcli.answers.why import divergence_text
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, is_capture
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import facts
-from pagedcli.kvevents.tree import Shape, near_twins
+from pagedcli.kvevents.lookups import read_lookups
+from pagedcli.show.kv_tables import facts
 
 SECRETS = [424242, "salt-of-a-customer", "session-of-a-customer", 0xABCDEF0123456789]
 MESSAGES = [
@@ -75,12 +76,14 @@ def test_without_tokens_topics_are_told_apart_and_not_named(tmp_path):
     assert (recorded.num_malformed, recorded.num_batches) == (live.num_malformed, live.num_batches) == (2, 5)
 
 
-def test_without_tokens_near_twins_still_part_where_they_part(tmp_path):
+def test_without_tokens_prompts_still_diverge_where_they_do(tmp_path):
     twins = [message(0, stored(1, tokens=[1, 2, 3, 4], block_size=4), stored(2, tokens=[1, 2, 3, 9], block_size=4),
                      stored(3, parent=1, tokens=[1, 2, 3, 9], block_size=4))]  # fmt: skip
-    state = state_of(CaptureReader(record(tmp_path / "e.jsonl", twins, tokens=False)), keep_tokens=True)
-    (found,) = near_twins(Shape(state.trees[0]), 5)
-    assert found.num_equal == 3
+    path = record(tmp_path / "e.jsonl", twins, tokens=False)
+    state = state_of(CaptureReader(path), keep_tokens=True)
+    _, second = read_lookups(CaptureReader(path)).lookups()
+    assert (second.divergence.num_shared_tokens, second.reason) == (3, "shorter_than_block")
+    assert divergence_text(second.divergence, None) == "first divergence at token 3 from request 0"
     ids = {tuple(node.tokens[i : i + 8] for i in range(0, 32, 8)) for node in state.trees[0].nodes.values()}
     assert len({block[0] for block in ids}) == 2  # the same token after another parent is another digest
 

@@ -3,17 +3,16 @@
 from kv_event_harness import CLEARED, message, removed, stored
 
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import (
+from pagedcli.kvevents.tree import Shape, largest_branches, token_ids
+from pagedcli.show.kv_tables import (
     LoraRow,
     cache_rows,
-    churn_rows,
     facts,
     limits,
     lora_rows,
     medium_class,
     summary,
 )
-from pagedcli.kvevents.tree import Shape, largest_branches, near_twins, token_ids
 
 
 def state_of(*messages, **options):
@@ -74,10 +73,8 @@ def test_churn_counts_blocks_stored_again_by_cause_and_how_long_they_were_gone()
         message(0, stored(1, 2)), message(3, removed(2)), message(10, stored(2, parent=1)),
         message(11, CLEARED), message(13, stored(1)), message(0, stored(1), time_s=20.0),
     )  # fmt: skip
-    assert {row.cause: row.num_blocks for row in churn_rows(state)} == {
-        "evicted": 1, "cleared": 1, "restarted": 1,
-    }  # fmt: skip
     figures = facts(state)
+    assert [figures[f"num_blocks_stored_again_{cause}"] for cause in ("evicted", "cleared", "restarted")] == [1, 1, 1]
     assert (figures["num_blocks_stored_again"], figures["num_tokens_computed_twice"]) == (3, 6)
     assert (figures["num_unique_blocks"], figures["num_stored_blocks"]) == (2, 5)
     assert figures["median_lifetime_s"] == 3.0
@@ -215,15 +212,3 @@ def test_blocks_that_name_each_other_as_parents_do_no_harm():
     shape = Shape(state_of(message(0, stored(1, parent=2), stored(2, parent=1), stored(3, parent=3))).trees[0])
     assert largest_branches(shape, 5) == []
     assert shape.max_depth == 0
-
-
-def test_near_twins_part_inside_a_block():
-    state = state_of(
-        message(
-            0, stored(1, tokens=[7, 7, 7, 7], block_size=4), stored(2, parent=1, tokens=[1, 2, 3, 4], block_size=4)
-        ),
-        message(1, stored(3, parent=1, tokens=[1, 2, 8, 4], block_size=4), stored(4, tokens=[5] * 4, block_size=4)),
-        keep_tokens=True,
-    )
-    (twins,) = near_twins(Shape(state.trees[0]), 5)
-    assert (twins.first.hash, twins.second.hash, twins.num_prefix_tokens, twins.num_equal) == (2, 3, 4, 2)

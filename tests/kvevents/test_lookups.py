@@ -5,8 +5,9 @@ import pytest
 from cli_harness import pagedcli
 from kv_event_harness import message, stored
 
+from pagedcli.answers.why import Reasons
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
-from pagedcli.kvevents.lookups import hits_by_salt, read_lookups
+from pagedcli.kvevents.lookups import read_lookups
 
 
 def record(path, batches, *, tokens=True):
@@ -14,6 +15,10 @@ def record(path, batches, *, tokens=True):
         for number, events in enumerate(batches):
             writer.write(message(number, *events), float(number))
     return path
+
+
+def salts(found):
+    return Reasons("", found.lookups(), found.block_size).salts()
 
 
 def chains(path):
@@ -57,9 +62,15 @@ def test_salts_keep_requests_apart_and_have_hit_rates_of_their_own(tmp_path, tok
     path = record(tmp_path / "a.jsonl", batches, tokens=tokens)
     found = read_lookups(CaptureReader(path))
     assert [request.num_hit for request in found.requests] == [0, 0, 3, 0]
-    rows = {row.salt: (row.num_requests, row.num_tokens, row.tokens_hit) for row in hits_by_salt(found)}
+    assert [each.reason for each in found.lookups()] == [
+        "no_shared_prefix",
+        "different_salt",
+        "not_seen_before",
+        "different_salt",
+    ]
+    rows = {row.salt: (row.num_lookups, row.num_tokens, row.tokens_hit) for row in salts(found)}
     assert rows == {"1": (1, 6, 0), "2": (2, 16, 6), "none": (1, 6, 0)}
-    assert hits_by_salt(read_lookups(CaptureReader(record(tmp_path / "b.jsonl", [[stored(1, 2)]])))) == []
+    assert salts(read_lookups(CaptureReader(record(tmp_path / "b.jsonl", [[stored(1, 2)]])))) == []
     document = msgspec.json.decode(pagedcli("explain", path, "--format", "json").stdout)
     assert [row["salt"] for row in document["salts"]] == ["2", "1", "none"]
     assert "tenant" not in pagedcli("attach", path).stdout

@@ -13,9 +13,9 @@ from pagedcli.errors import UsageError
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
-from pagedcli.kvevents.tables import facts, limits
 from pagedcli.kvevents.tree import PrefixTree
 from pagedcli.sampling_params import SamplingParams
+from pagedcli.show.kv_tables import facts, limits
 from pagedcli.trace.fold import Fold
 from pagedcli.trace.state import PoolState
 

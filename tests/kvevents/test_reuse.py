@@ -6,7 +6,7 @@ from collections import OrderedDict
 from kv_event_harness import message, removed, stored
 
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import LargerCache, curve
+from pagedcli.kvevents.tree import SIZES
 
 
 def lru(accesses, num_blocks):
@@ -32,14 +32,9 @@ def test_the_curve_is_a_lower_bound_that_one_more_block_closes():
         accesses = [min(rng.randrange(40), rng.randrange(40)) for _ in range(400)]
         size = rng.randrange(3, 12)
         events, num_misses = lru(accesses, size)
-        watchers = []
-
-        def watch(watchers=watchers):
-            watchers.append(LargerCache(range(1, 40)))
-            return watchers[-1]
-
-        KVState(watch=watch).take(message(0, *events), 0.0)
-        kept = {point.num_more_blocks: point.num_blocks_kept for point in curve(watchers)}
+        state = KVState(larger=range(1, 40))
+        state.take(message(0, *events), 0.0)
+        kept = {point.num_more_blocks: point.num_blocks_kept for point in state.curve()}
         for more in range(1, 30):
             saved = num_misses - lru(accesses, size + more)[1]
             at_most = max((blocks for n, blocks in kept.items() if n <= more + 1), default=0)
@@ -48,17 +43,16 @@ def test_the_curve_is_a_lower_bound_that_one_more_block_closes():
 
 
 def test_a_cleared_cache_would_have_been_cleared_at_any_size():
-    watcher = LargerCache()
-    state = KVState(watch=lambda: watcher)
+    state = KVState(larger=SIZES)
     state.take(message(0, stored(1, 2), removed(2), {"type": "AllBlocksCleared"}, stored(1, 2)), 0.0)
-    assert curve([watcher]) == []
+    assert state.curve() == []
 
 
 def test_a_block_that_was_pushed_out_once_does_not_come_back_when_others_leave():
     """With one more block, 3 would have been evicted for 2; that 2 is hit later does not bring 3 back."""
-    watcher = LargerCache()
+    state = KVState(larger=SIZES)
     events = [stored(1, 2, 3), removed(3), removed(2), stored(2, parent=1), stored(3, parent=2)]
-    KVState(watch=lambda: watcher).take(message(0, *events), 0.0)
-    assert [(point.num_more_blocks, point.num_blocks_kept, point.num_tokens_kept) for point in curve([watcher])] == [
+    state.take(message(0, *events), 0.0)
+    assert [(point.num_more_blocks, point.num_blocks_kept, point.num_tokens_kept) for point in state.curve()] == [
         (1, 1, 2), (2, 2, 4),
     ]  # fmt: skip

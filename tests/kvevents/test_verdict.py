@@ -7,24 +7,18 @@ from conftest import shared_data
 from kv_event_harness import message, removed, stored
 
 from pagedcli.answers.cures import cures
+from pagedcli.answers.why import why_of_server
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import LargerCache, curve
-from pagedcli.kvevents.verdict import verdict
+from pagedcli.kvevents.tree import SIZES
 from pagedcli.planning.prompt_sample import PromptSample
 
 
-def judged(*messages, keep_tokens=False, decode=None):
-    watchers = []
-
-    def watch():
-        watchers.append(LargerCache())
-        return watchers[-1]
-
-    state = KVState(watch=watch, keep_tokens=keep_tokens)
+def judged(*messages):
+    state = KVState(larger=SIZES)
     for number, events in enumerate(messages):
         state.take(message(number, *events), float(number))
-    return verdict(state, curve(watchers), decode)
+    return why_of_server(state)
 
 
 MORE_MEMORY = (
@@ -34,32 +28,29 @@ MORE_MEMORY = (
 
 
 def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would_have_kept_it():
-    first, second = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], [stored(3, 4, parent=2)])
+    first = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], [stored(3, 4, parent=2)])
     counts = "33.3 % of the stored blocks (2 of 6) had been evicted before"
     assert first == f"{counts}; 2 more blocks would have kept at least 2 of these{MORE_MEMORY}"
-    assert second == "No two prompts begin with the same block and diverge later."
 
 
 def test_a_running_server_says_nothing_of_larger_caches():
     state = KVState()
     for number, events in enumerate(([stored(1, 2)], [removed(2), removed(1)], [stored(1, 2)])):
         state.take(message(number, *events), float(number))
-    first, _ = verdict(state, None, None)
-    assert "more blocks would have kept" not in first
+    assert "more blocks would have kept" not in why_of_server(state)
 
 
 def test_answers_that_are_generated_again_are_counted_apart():
-    first, second = judged([stored(1, 2)], [removed(2)], [stored(2, parent=1)])
+    first = judged([stored(1, 2)], [removed(2)], [stored(2, parent=1)])
     assert first == (
         "No block of a prompt was stored again after an eviction; 1 block came back alone, as answers do that are"
         " generated again: a cache saves none of these."
     )
-    assert ";" not in second, "nothing is to do"
 
 
 def test_what_a_larger_cache_would_have_kept_is_said_of_prompts_alone():
     """Two blocks of a prompt come back, and one by itself: the last block of an answer."""
-    first, _ = judged(
+    first = judged(
         [stored(1, 2, 3, 4)], [removed(4), removed(3), removed(2)], [stored(2, 3, parent=1)], [stored(4, parent=3)]
     )
     assert first == (
@@ -71,22 +62,17 @@ def test_what_a_larger_cache_would_have_kept_is_said_of_prompts_alone():
 
 def test_a_block_after_one_that_came_back_in_the_same_message_is_no_answer():
     again = [stored(3, parent=2), stored(4, parent=3)]
-    first, _ = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], again)
+    first = judged([stored(1, 2, 3, 4)], [removed(4), removed(3)], again)
     assert first.startswith("33.3 % of the stored blocks (2 of 6) had been evicted before; 2 more blocks")
 
 
 def test_a_block_that_came_back_alone_after_the_cache_was_cleared_was_not_evicted():
-    first, _ = judged([stored(1, 2)], [{"type": "AllBlocksCleared"}], [stored(1)], [stored(2, parent=1)])
+    first = judged([stored(1, 2)], [{"type": "AllBlocksCleared"}], [stored(1)], [stored(2, parent=1)])
     assert first == "No block of a prompt was stored again after an eviction."
 
 
-def test_where_prompts_diverge_is_said_in_blocks():
-    forks = judged([stored(1, 2), stored(3, parent=2), stored(4, parent=2)])[1]
-    assert "diverge after 2 blocks into 2 ways" in forks
-
-
 def test_an_empty_stream_is_not_judged():
-    assert judged() == ["No block was stored, so there is nothing to judge."]
+    assert judged() == "No block was stored, so there is nothing to judge."
 
 
 def test_the_commands_begin_with_the_answer(tmp_path):
@@ -129,6 +115,6 @@ def test_a_recording_with_tokens_says_where_prompts_diverge_as_other_commands_do
 def test_the_verdict_on_events_of_a_real_server():
     path = shared_data("vllm_events") / "events.jsonl"
     document = json.loads(pagedcli("explain", path, "--format", "json").stdout)
-    found = " ".join(document["answer"])
+    [found] = document["answer"]
     assert "stored again after an eviction" in found or "had been evicted before" in found
-    assert " diverge " in found
+    assert document["lookups"]

@@ -15,7 +15,7 @@ from pagedcli.show.report import render_report
 from pagedcli.trace.check import TraceChecker
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.explain import explain_trace
+from pagedcli.views.explain import explain_trace, totals_of
 from pagedcli.views.moment import Moment, Replay
 
 
@@ -117,6 +117,6 @@ def test_explain_leaves_nothing_unknown_and_says_what_was_lost(events, tmp_path)
     explainer, _ = explain_trace(events)
     assert count(events, RequestFinished)
     for own in (False, True):
-        assert explainer.totals(own=own).not_known == 0
+        assert totals_of(explainer.lookups, own=own).not_known == 0
     done = pagedcli("explain", write(tmp_path / "run.jsonl", events))
     assert f"{count(events, StepFailed)} steps failed; the content of" in done.stdout

@@ -12,7 +12,7 @@ import pagedcli
 from pagedcli import records
 from pagedcli.batch.stats import BatchStats, figures
 from pagedcli.records import columns_of
-from pagedcli.simulation.difference_tables import points
+from pagedcli.show.difference_tables import points
 
 ROOT = Path(pagedcli.__file__).parent
 PLAIN = (records.count, records.decimal, records.number, records.whole, points)  # formats without a unit

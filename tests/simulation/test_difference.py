@@ -13,8 +13,8 @@ from cli_harness import pagedcli
 from pool_harness import plan_for
 
 import pagedcli.events as ev
+from pagedcli.show.difference_tables import sentence
 from pagedcli.simulation.difference import Comparison, recorded_sides
-from pagedcli.simulation.difference_tables import sentence
 from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import simulate
 from pagedcli.trace.files import TraceWriter

@@ -9,10 +9,10 @@ import pytest
 from cli_harness import pagedcli
 from scripted import Simulation
 
+import pagedcli.answers.settings as settings
 import pagedcli.batch.reasoning as reasoning
 import pagedcli.batch.tool_calls as tool_calls
 import pagedcli.cli.main as main
-import pagedcli.simulation.settings as settings
 from pagedcli.answers.cures import Trials
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan

@@ -5,9 +5,10 @@ import random
 import pytest
 from scripted import Simulation
 
+from pagedcli.answers.why import Reasons, divergence_text, lookup_story, why_it_ended
 from pagedcli.events import BlockEvicted, PrefixLookedUp
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.explain import Explainer, divergence_text, hits_by_salt, lookup_story
+from pagedcli.views.explain import Explainer, longest_shared_prefix, totals_of
 
 
 class Explained:
@@ -28,20 +29,24 @@ class Explained:
         return self.explainer.lookups[done:]
 
 
+def salts(lookups):
+    return Reasons("", lookups, 4).salts()
+
+
 A, B, C, D = ([letter] * 4 for letter in range(4))
 
 
 def test_no_shared_prefix():
     first, second = Explained().run(A + B, C + D)
     assert (first.reason, second.reason) == ("no_shared_prefix", "no_shared_prefix")
-    assert second.why() == "no cached block matches the start of this prompt"
+    assert why_it_ended(second) == "no cached block matches the start of this prompt"
     assert second.num_first == 2
 
 
 def test_a_shared_prefix_shorter_than_a_block():
     _, second = Explained().run(A + B, [0, 0, 0, 9, *B])
     assert second.reason == "shorter_than_block"
-    assert second.why() == "the shared prefix is shorter than a block: 3 more tokens shared, a block is 4"
+    assert why_it_ended(second) == "the shared prefix is shorter than a block: 3 more tokens shared, a block is 4"
 
 
 def test_a_prompt_that_goes_its_own_way_behind_some_blocks():
@@ -49,16 +54,16 @@ def test_a_prompt_that_goes_its_own_way_behind_some_blocks():
     assert second.reason == "not_seen_before"
     assert second.event.blocks_hit == 2
     assert second.num_shared_tokens == 10
-    assert second.why() == "the next block had never been computed before: 2 more tokens shared, a block is 4"
+    assert why_it_ended(second) == "the next block had never been computed before: 2 more tokens shared, a block is 4"
 
 
 def test_everything_hit_but_the_last_token():
     _, second, third = Explained().run(A + B, A + B, A + B + [5])
     assert second.reason == third.reason == "all_hit"
     assert second.event.tokens_hit == 7
-    assert "the last token is always computed" in second.why()
+    assert "the last token is always computed" in why_it_ended(second)
     assert third.event.tokens_hit == 8
-    assert third.why() == "every full block was cached"
+    assert why_it_ended(third) == "every full block was cached"
 
 
 def test_a_prompt_shorter_than_a_block():
@@ -70,7 +75,7 @@ def test_caching_off():
     explained = Explained(enable_prefix_caching=False)
     _, second = explained.run(A + B, A + B)
     assert second.reason == "caching_off"
-    totals = explained.explainer.totals(own=False)
+    totals = totals_of(explained.explainer.lookups, own=False)
     assert (totals.caching_off, totals.hit, totals.num_tokens) == (16, 0, 16)
 
 
@@ -93,7 +98,7 @@ def test_evicted_tells_when_and_how_many_more_blocks():
     assert again.reason == "evicted"
     assert again.evicted_step == 3
     assert again.num_evicted == 2
-    assert again.why().startswith(
+    assert why_it_ended(again).startswith(
         "the content had been cached, but was evicted at step 3; keeping it would take at least "
     )
     assert f"to make room for request {again.evicted_for}" in lookup_story(again)
@@ -171,7 +176,7 @@ def test_parts_of_parts_fit_and_a_finished_run_leaves_nothing_unknown(num_blocks
     for seed in range(12):
         explainer = crowd(seed, num_blocks=num_blocks)[0].explainer
         for own in (False, True):
-            totals = explainer.totals(own=own)
+            totals = totals_of(explainer.lookups, own=own)
             assert totals.first_seen_shared <= totals.first_seen
             assert totals.last_block_shared <= totals.last_block
             assert totals.not_known == 0
@@ -229,8 +234,8 @@ def test_what_two_sequences_compute_at_the_same_time_is_taken_over_block_by_bloc
     first, second = explained.explainer.lookups
     assert (first.reason, first.late_tokens_hit) == ("no_shared_prefix", 4)
     assert (second.reason, second.event.tokens_hit, second.late_tokens_hit) == ("not_seen_before", 4, 4)
-    assert "4 tokens were reused later from another sequence" in second.why()
-    totals = explained.explainer.totals(own=False)
+    assert "4 tokens were reused later from another sequence" in why_it_ended(second)
+    totals = totals_of(explained.explainer.lookups, own=False)
     assert (totals.hit, totals.late_hit, totals.first_seen, totals.last_block, totals.ideal) == (4, 8, 12, 2, 12)
 
 
@@ -243,7 +248,7 @@ def test_tokens_computed_twice_at_the_same_time_are_lost_in_flight():
     explained.explainer.finish()
     _, second = explained.explainer.lookups
     assert (second.reason, second.event.blocks_hit, second.late_tokens_hit) == ("in_flight", 0, 2)
-    totals = explained.explainer.totals(own=False)
+    totals = totals_of(explained.explainer.lookups, own=False)
     assert (totals.hit, totals.late_hit, totals.in_flight, totals.first_seen, totals.ideal) == (0, 2, 2, 4, 4)
 
 
@@ -254,7 +259,7 @@ def test_totals_add_up_and_the_ceiling_is_the_unlimited_cache():
     small, large = Explained(num_blocks=12), Explained(num_blocks=10_000)
     small.run(*prompts)
     large.run(*prompts)
-    totals, unlimited = small.explainer.totals(own=False), large.explainer.totals(own=False)
+    totals, unlimited = totals_of(small.explainer.lookups, own=False), totals_of(large.explainer.lookups, own=False)
     parts = (
         "hit",
         "late_hit",
@@ -278,7 +283,7 @@ def test_lookups_after_a_preemption_stand_apart():
         explained.sim.add(range(100 * index, 100 * index + 12), 6)
     explained.sim.run()
     explained.explainer.finish()
-    first, own = explained.explainer.totals(own=False), explained.explainer.totals(own=True)
+    first, own = totals_of(explained.explainer.lookups, own=False), totals_of(explained.explainer.lookups, own=True)
     assert first.num_lookups == 3
     assert first.hit == 0
     assert own.num_lookups >= 1
@@ -290,8 +295,8 @@ def test_the_longest_shared_prefix_is_seen_without_tokens():
     explained = Explained(num_blocks=10, block_size=256, trace_tokens=False)
     shared = [3] * 240
     explained.run(shared + [1] * 60, shared + [2] * 60)
-    assert explained.explainer.longest_shared_prefix() == 240
-    assert explained.explainer.totals(own=False).hit == 0
+    assert longest_shared_prefix(explained.explainer.lookups) == 240
+    assert totals_of(explained.explainer.lookups, own=False).hit == 0
 
 
 def test_divergence_in_words():
@@ -332,7 +337,7 @@ def test_a_further_sample_that_finds_its_prompt_cached_hits_its_own_request():
     explained.sim.add(A + B + [1], 2, n=2)
     explained.sim.run()
     explained.explainer.finish()
-    first, own = explained.explainer.totals(own=False), explained.explainer.totals(own=True)
+    first, own = totals_of(explained.explainer.lookups, own=False), totals_of(explained.explainer.lookups, own=True)
     assert (first.num_lookups, first.hit) == (1, 0)
     assert (own.num_lookups, own.hit) == (1, 8)
 
@@ -355,9 +360,7 @@ def test_each_salt_has_a_hit_rate_of_its_own():
     explained.run(A + B + C, cache_salt="first")
     explained.run(A + B + C, A + B + C, cache_salt="second")
     explained.run(A + B + D)
-    rows = {
-        row.salt: (row.num_lookups, row.num_tokens, row.tokens_hit) for row in hits_by_salt(explained.explainer.lookups)
-    }
+    rows = {row.salt: (row.num_lookups, row.num_tokens, row.tokens_hit) for row in salts(explained.explainer.lookups)}
     assert rows == {"1": (1, 12, 0), "2": (2, 24, 11), "none": (1, 12, 0)}
-    assert next(row.salt for row in hits_by_salt(explained.explainer.lookups)) == "2"
-    assert hits_by_salt(Explained().run(A + B, A + B)) == []
+    assert next(row.salt for row in salts(explained.explainer.lookups)) == "2"
+    assert salts(Explained().run(A + B, A + B)) == []

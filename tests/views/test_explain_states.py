@@ -8,7 +8,8 @@ from oracle import Oracle
 from scripted import Simulation
 from trace_harness import EventList, write
 
-from pagedcli.views.explain import explain_trace
+from pagedcli.answers.why import why_it_ended
+from pagedcli.views.explain import explain_trace, totals_of
 
 
 def vetoed_events():
@@ -40,10 +41,10 @@ def test_a_lookup_names_the_checkpoint_that_vetoed_cached_blocks():
     first, second = explainer.lookups
     assert first.reason == "no_shared_prefix"
     assert second.reason == "no_checkpoint"
-    assert second.why() == (
+    assert why_it_ended(second) == (
         "24 tokens of K and V are cached, but a checkpoint of the state is needed: the last one is at 16"
     )
-    totals = explainer.totals(own=False)
+    totals = totals_of(explainer.lookups, own=False)
     assert (totals.hit, totals.vetoed, totals.evicted) == (16, 8, 0)
     assert totals.ideal == 24
     checkpoint = state.slots.checkpoints[state.slots.index[next(iter(state.slots.index))]]
@@ -54,7 +55,7 @@ def test_explain_shows_it(tmp_path):
     trace = write(tmp_path / "run.jsonl", vetoed_events())
     assert "cached without a checkpoint of the recurrent state" in pagedcli("explain", trace).stdout.splitlines()[0]
     result = pagedcli("explain", trace, "--all", columns=200)
-    assert "lost: no checkpoint of the recurrent state" in result.stdout
+    assert "lost: cached without a checkpoint of the recurrent state" in result.stdout
     assert "but no checkpoint of the recurrent state" in result.stdout
     pagedcli("trace", trace, "--check")
 

@@ -15,14 +15,13 @@ from types import MappingProxyType
 
 from pagedcli.answers.divergence import Divergence, divergences
 from pagedcli.answers.hits import Hits, OutOfTimeError, hits
+from pagedcli.answers.settings import BLOCK_SIZE, CACHING, KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
 from pagedcli.answers.time import Forecast
 from pagedcli.answers.time import time as forecast
-from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.answers.turns import Turns
 from pagedcli.core.limits import Limits
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import capitalized, duration_text, percent_text
-from pagedcli.simulation.settings import BLOCK_SIZE, CACHING, KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
-from pagedcli.simulation.turns import Turns
 
 CURES_S = 30.0  # seconds of trials in commands that only look at a run
 MOST = 3

@@ -3,14 +3,17 @@
 By the real scheduler and block manager. Read by `simulate`, `plan` and cures.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pagedcli.config import parse_bytes
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
+from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
 from pagedcli.printable import byte_text, percent_text, plural
 from pagedcli.simulation.caches import Accesses, LruCurve, accesses_of, lru_curve
@@ -235,3 +238,23 @@ def _without_limit(requests: Requests, accesses: Accesses, limits: Limits, least
         own += num * (blocks_for(each.num_positions - each.num_context_tokens, limits.block_size) + 2)
     copies = min(num_sequences, limits.max_num_seqs) * least
     return min(MOST_BLOCKS, accesses.num_unique * len(limits.groups) + own * len(limits.groups) + copies)
+
+
+def parse_pool(text: str, num_unique: int, block_bytes: int | None) -> int:
+    """'4096', '5%' of the unique blocks, or '8GiB' with a model's bytes per block. Raises: UsageError."""
+    if re.fullmatch(r"\d+(\.\d+)?\s*%", text):
+        share = float(text.rstrip("% ")) / 100
+        size = max(round(share * num_unique), int(share > 0))
+    elif text.isdecimal():
+        size = int(text)
+    else:
+        try:
+            num_bytes = parse_bytes(text)
+        except ConfigError as error:
+            raise UsageError(f"--pool: {text!r} is not a pool size", hint="for example 4096, 5% or 8GiB") from error
+        if block_bytes is None:
+            raise UsageError(f"--pool {text} needs the bytes of a block: name the model with -m")
+        size = num_bytes // block_bytes
+    if not 1 <= size <= MOST_BLOCKS:
+        raise UsageError(f"--pool: {text} is {plural(size, 'block')}, but must be 1 to {MOST_BLOCKS:,}")
+    return size

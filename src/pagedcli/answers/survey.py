@@ -5,7 +5,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,13 @@ from pagedcli.simulation.requests import work_of
 from pagedcli.simulation.sources import PromptRequests
 
 if TYPE_CHECKING:
+    from pagedcli.answers.time import Forecast
+    from pagedcli.batch.line_sample import About, LineSample
+    from pagedcli.batch.lines import Line
+    from pagedcli.batch.requests import BatchRow
+    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.core.limits import Limits
+    from pagedcli.models.spec import ModelSpec
     from pagedcli.planning.decision import Decision
 
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
@@ -155,10 +162,9 @@ class FirstAnswer:
     """What a sample lets expect of a file."""
 
     scan: PromptScan  # of the sample
-    rows: About
-    prompt_tokens: About
-    hit_rate: float | None = None  # lower bound, as more rows have more beginnings in common; None: there is no engine
-    time_range_s: tuple[float, float, float] | None = None  # seconds, likely, least and most; None: no calibration
+    rows: "About"
+    prompt_tokens: "About"
+    run: "Forecast | None" = None  # whose hit rate is a lower bound, as more rows have more beginnings in common
 
 
 def first_answer(
@@ -192,9 +198,5 @@ def first_answer(
         read_ahead=run.read_ahead,
         left_out=all_work.value - sum(work),
     )
-    time_s = None
-    if found.seconds is not None and found.low is not None and found.high is not None:
-        by_sample = (all_work.high - all_work.value) / all_work.value  # doubts of the sample and of the time of steps
-        down, up = hypot(1 - found.low / found.seconds, by_sample), hypot(found.high / found.seconds - 1, by_sample)
-        time_s = found.seconds, found.seconds * max(0.0, 1 - down), found.seconds * (1 + up)
-    return FirstAnswer(scan, rows, all_tokens, found.hit_rate, time_s)
+    by_sample = (all_work.high - all_work.value) / all_work.value
+    return FirstAnswer(scan, rows, all_tokens, replace(found, sample_error=hypot(found.sample_error, by_sample)))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,16 +17,17 @@ from textual.binding import BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Static
 
+from pagedcli.answers.why import REASON_WORDS, why_of_server
 from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.commands import Command
 from pagedcli.app.pages import LinePrompt, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import CacheRow, ChurnRow, LoraRow, cache_rows, churn_rows, facts, limits, lora_rows
-from pagedcli.kvevents.tree import Branch, Decode, Shapes, branch_label, hash_text, largest_branches, token_ids
-from pagedcli.kvevents.verdict import verdict
+from pagedcli.kvevents.tree import Branch, Cause, Shapes, branch_label, hash_text, largest_branches, token_ids
 from pagedcli.printable import one_line, plural, seconds_text
+from pagedcli.show.kv_tables import CacheRow, LoraRow, cache_rows, facts, limits, lora_rows
+from pagedcli.trace.tokens import Decode
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -48,13 +49,12 @@ class Snapshot:
     facts: dict[str, Any]
     caches: list[CacheRow]
     adapters: list[LoraRow]
-    churn: list[ChurnRow]
     branches: list[tuple[Branch, float]]  # branch and its share of the tokens of its tree
-    verdict: list[str]
+    verdict: str
     notes: list[str]
 
     @classmethod
-    def of(cls, state: KVState, seconds: float, decode: Decode | None = None) -> "Snapshot":
+    def of(cls, state: KVState, seconds: float) -> "Snapshot":
         """The snapshot of a state, whose trees it walks."""
         trees = sorted(state.trees, key=lambda tree: -tree.num_resident)[:_MOST_TREES]
         branches: list[tuple[Branch, float]] = []
@@ -64,10 +64,9 @@ class Snapshot:
             total = shape.total_tokens or 1
             most = _MOST_BRANCHES // len(trees)
             branches += [(branch, branch.num_tokens / total) for branch in largest_branches(shape, most)]
-        churn = [row for row in churn_rows(state) if row.num_blocks]
         notes = [*reversed(state.notes), *limits(state)]
-        findings = verdict(state, None, decode, shapes)
-        return cls(seconds, facts(state), cache_rows(state, shapes), lora_rows(state), churn, branches, findings, notes)
+        caches, adapters = cache_rows(state, shapes), lora_rows(state)
+        return cls(seconds, facts(state), caches, adapters, branches, why_of_server(state), notes)
 
 
 class AttachPlayer(RunningPlayer[Snapshot]):
@@ -76,9 +75,8 @@ class AttachPlayer(RunningPlayer[Snapshot]):
     unit = "snapshot"
     closes_at_end = True
 
-    def __init__(self, decode: Decode | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(paused=False, speed=None)
-        self._decode = decode
         self.has_started.set()
         self._snapshot: Snapshot | None = None
         self._next_s = 0.0
@@ -89,7 +87,7 @@ class AttachPlayer(RunningPlayer[Snapshot]):
         start_s = time.monotonic()
         if start_s < self._next_s or self._snapshot is not self.moment:
             return
-        self._snapshot = Snapshot.of(state, seconds, self._decode)
+        self._snapshot = Snapshot.of(state, seconds)
         end_s = time.monotonic()
         self._next_s = end_s + max(_INTERVAL_S, (end_s - start_s) / _DRAW_SHARE)
 
@@ -280,7 +278,7 @@ class KVApp(PlayerApp):
     def show_moment(self) -> None:
         self._show_tree()
         self._figures.update(Group(*self._all_figures()))
-        self._verdict.show(*map(Text, map(one_line, self._snapshot.verdict)))
+        self._verdict.show(Text(one_line(self._snapshot.verdict)))
         self._notes.show_lines(map(one_line, self._snapshot.notes), "dim")
 
     def _show_tree(self) -> None:
@@ -321,7 +319,9 @@ class KVApp(PlayerApp):
                 (one_line(row.lora), f"{row.num_blocks:,}", f"{row.num_tokens:,}") for row in snapshot.adapters[:5]
             ]
             parts.append(_table(("LoRA adapter", "blocks", "tokens"), cells))
-        parts += [Text(f"{plural(row.num_blocks, 'block')} stored again: {row.meaning}") for row in snapshot.churn]
+        for cause in get_args(Cause):
+            if num_blocks := snapshot.facts[f"num_blocks_stored_again_{cause}"]:
+                parts.append(Text(f"{plural(num_blocks, 'block')} stored again: {REASON_WORDS[cause]}"))
         if self._scraper is not None:
             parts.append(_server(self._scraper))
             if not snapshot.facts["num_messages"]:

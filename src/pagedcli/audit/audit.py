@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pagedcli.audit.client import Client, LimitReached
 from pagedcli.audit.compare import Noise
-from pagedcli.audit.plan import CHECKS, Probe, ProbePrompts, plan
-from pagedcli.audit.restart import Memory, recalled_probes, remember, remembered_asks
+from pagedcli.audit.plan import CHECKS, Probe, ProbePrompts, Target, plan
+from pagedcli.audit.restart import Memory, planned_probes, recalled_probes, remember, remembered_asks
 from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails, make_case, save_case, shrink
-from pagedcli.audit.survey import Survey
+from pagedcli.audit.survey import WORDS, Survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
 from pagedcli.printable import plural
 from pagedcli.process import interrupts_raised
@@ -24,6 +24,7 @@ _MOST_TIMED = 40  # further times to the first token, while they are not clear
 _MOST_SHRUNK = 4  # checks
 _REPLAYS = 4
 EXIT_FAULT, EXIT_UNKNOWN = 1, 3
+ASSUMED_UNIT = 16  # tokens, before they are measured
 _STOPPED = "the audit was stopped before"
 
 
@@ -159,6 +160,23 @@ class Audit:
         return [] if self.evidence is None else judge(self.evidence)
 
 
+def planned(
+    checks: Sequence[str],
+    memory: Memory | None,
+    max_requests: int,
+    max_tokens: int,
+    *,
+    remembers: bool,
+    concurrency: int,
+) -> list[Probe]:
+    """What an audit would send after its survey, if the server has blocks of ASSUMED_UNIT tokens and salts."""
+    target = Target(len(WORDS), unit=ASSUMED_UNIT, isolates=True, bypass="salt", concurrency=concurrency)
+    around = planned_probes(ProbePrompts(target, 0), memory, remembers=remembers)
+    max_requests -= sum(len(probe.asks()) for probe in around)
+    max_tokens -= sum(probe.num_tokens() for probe in around)
+    return [*around, *plan(ProbePrompts(target, 0), checks=checks, max_requests=max_requests, max_tokens=max_tokens)]
+
+
 def exit_code(verdicts: Sequence[Verdict]) -> int:
     """1 if anything is wrong, 3 if something could not be determined, else 0."""
     if any(verdict.status is Status.FAULT for verdict in verdicts):
@@ -166,11 +184,23 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
     return EXIT_UNKNOWN if not verdicts or any(each.status is Status.UNKNOWN for each in verdicts) else 0
 
 
-async def send_again(client: Client, case: Case, *, model: str | None, concurrency: int) -> tuple[int, int, float]:
+def send_again(client: Client, case: Case, *, model: str | None, concurrency: int) -> tuple[int, int, float]:
     """Send a failing pair again, with fresh prompts: how many of how many probes fail, and the largest distance.
 
-    Raises: ServerError, UsageError, LimitReached.
+    Raises: ServerError, UsageError.
     """
+
+    async def run() -> tuple[int, int, float]:
+        async with client:
+            return await _send_again(client, case, model, concurrency)
+
+    try:
+        return asyncio.run(run())
+    except LimitReached as limit:
+        raise ServerError(str(limit), hint="allow more") from limit
+
+
+async def _send_again(client: Client, case: Case, model: str | None, concurrency: int) -> tuple[int, int, float]:
     survey = Survey(client, concurrency)
     await survey.find_words(model)
     runner = survey.runner
@@ -186,7 +216,7 @@ async def send_again(client: Client, case: Case, *, model: str | None, concurren
 
 
 def run_to_end(audit: Audit) -> bool:
-    """Run an audit with its own event loop. Returns whether it was interrupted."""
+    """Run an audit with its own event loop. Returns whether it was interrupted. Raises: ServerError, UsageError."""
 
     async def run() -> None:
         async with audit.client:
@@ -198,6 +228,9 @@ def run_to_end(audit: Audit) -> bool:
             asyncio.run(run())
     except KeyboardInterrupt:
         return True
+    except LimitReached as limit:
+        why = f"{limit} before the first measurements of the server were complete"
+        raise ServerError(why, hint="raise the limit") from limit
     finally:
         audit.seconds = time.monotonic() - start_s
     return False

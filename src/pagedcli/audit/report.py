@@ -18,6 +18,7 @@ from pagedcli.records import Seconds
 from pagedcli.show import pages
 from pagedcli.show.tables import Table, table
 
+_SURVEY_REQUESTS = 20
 _CHART_TOKENS = 300  # longer prompts leave no room for the steps of the law
 
 
@@ -25,6 +26,15 @@ def verdict_table(audit: Audit) -> Table:
     """One sentence per check."""
     title = f"Audit of {audit.client.shown}"
     return table(Verdict, "verdicts", title, audit.verdicts(), "status check text", notes=notes(audit))
+
+
+def tables(audit: Audit, *, in_full: bool) -> list[Table]:
+    """The verdicts; `in_full`: with every pair and every request."""
+    found, evidence = [verdict_table(audit)], audit.evidence
+    if in_full and evidence is not None:
+        outcomes = [*evidence.outcomes, *evidence.recalled]
+        found += [pair_table(outcomes, evidence.noise().tolerance), lookup_table(evidence.seen)]
+    return found
 
 
 def notes(audit: Audit) -> list[str]:
@@ -113,9 +123,9 @@ class _PlanRow:
     meaning: Annotated[str, "what is compared"]
 
 
-def plan_table(probes: Sequence[Probe], num_survey: int, notes: Sequence[str]) -> Table:
+def plan_table(probes: Sequence[Probe], notes: Sequence[str]) -> Table:
     """What a run would send."""
-    rows = [_PlanRow("survey", num_survey, UNSET, UNSET, "block size, log-probabilities, salts; an estimate")]
+    rows = [_PlanRow("survey", _SURVEY_REQUESTS, UNSET, UNSET, "block size, log-probabilities, salts; an estimate")]
     meanings = RESTART_STEPS | {check: asked.meaning for check, asked in CHECKS.items()}
     for check, meaning in meanings.items():
         chosen = [probe for probe in probes if probe.check == check]

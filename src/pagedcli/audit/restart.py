@@ -16,6 +16,7 @@ from pagedcli.audit.plan import Ask, Pair, Probe, ProbePrompts, Target
 from pagedcli.audit.run import Runner
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole, whole_file
+from pagedcli.remote import ServerError
 
 CHECK = "restart"
 FORMAT = "pagedcli-audit-memory-1"
@@ -80,9 +81,14 @@ async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
     )  # fmt: skip
 
 
-def save_memory(memory: Memory, path: Path, *, overwrite: bool) -> None:
+def save_memory(memory: Memory | None, path: Path, *, overwrite: bool) -> int:
+    """Returns the number of prompts. Raises: ServerError if not all were answered."""
+    if memory is None:
+        hint = "raise --max-requests, --max-tokens or --max-seconds"
+        raise ServerError("stopped before all prompts were answered: nothing was remembered", hint=hint)
     with whole_file(path, overwrite=overwrite) as file:
         file.write(msgspec.json.encode(memory) + b"\n")
+    return len(memory.prompts)
 
 
 def load_memory(path: Path) -> Memory:

@@ -15,13 +15,12 @@ from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.sockets import Subscriber
-from pagedcli.kvevents.tables import metrics_table, print_summary, summary
-from pagedcli.kvevents.tree import Decode
 from pagedcli.printable import plural
 from pagedcli.process import interrupts_raised
+from pagedcli.show.kv_tables import metrics_table, print_summary, summary
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
+from pagedcli.trace.tokens import Decode
 
 if TYPE_CHECKING:
     from pagedcli.app.kv_app import AttachPlayer
@@ -82,7 +81,11 @@ def attach(
     check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with interrupts_raised(), ExitStack() as stack:
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
-        scraper = None if metrics is None else _scraper(stack, metrics)
+        scraper = None
+        if metrics is not None:
+            from pagedcli.kvevents.scrape import Scraper
+
+            scraper = stack.enter_context(Scraper(metrics))
         writer = None
         if record is not None:
             writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
@@ -107,12 +110,6 @@ def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None,
         say(f"note: {(scraper is not None and scraper.metrics.silence) or unknown}")
 
 
-def _scraper(stack: ExitStack, url: str) -> "Scraper":
-    from pagedcli.kvevents.scrape import Scraper
-
-    return stack.enter_context(Scraper(url))
-
-
 class _Session:
     """State, application and recording of one call of the command."""
 
@@ -134,7 +131,7 @@ class _Session:
         from pagedcli.app.base import watch
         from pagedcli.app.kv_app import AttachPlayer, KVApp
 
-        self.player = AttachPlayer(decode)
+        self.player = AttachPlayer()
         title = f"pagedcli attach {' '.join(self._subscriber.endpoints)}"
         app = KVApp(self.player, title, decode=decode, scraper=self._scraper)
         watch(app, self.player, lambda: self.follow(duration, idle))

@@ -1,10 +1,7 @@
 """`pagedcli audit`: whether the prefix cache of a running server tells the truth."""
 
-import asyncio
 import os
 import re
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,9 +36,9 @@ from pagedcli.remote import ServerError
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
-_SURVEY_REQUESTS = 20
-_ASSUMED_UNIT = 16
-
+if TYPE_CHECKING:
+    from pagedcli.audit.audit import Audit
+    from pagedcli.audit.client import Client
 
 _limits, _connection, _output = (partial(option, panel=panel) for panel in ("Limits", "Connection", "Output"))
 _URL_HELP = "Address before /completions: http://localhost:8000/v1."
@@ -137,8 +134,7 @@ def audit(options: AuditOptions) -> None:
     """
     _check_alone(options)
     if options.self_test:
-        _run_self_test(options.format_)
-        return
+        raise typer.Exit(_self_test(options.format_))
     if options.url is None:
         raise UsageError("there is no URL to audit", hint="pagedcli audit http://localhost:8000/v1")
     chosen = _chosen(options.checks, options.skip)
@@ -148,8 +144,7 @@ def audit(options: AuditOptions) -> None:
         return
     _say_if_key_is_readable(options)
     if options.replay is not None:
-        _run_replay(options.replay, client, options)
-        return
+        raise typer.Exit(_replay(options.replay, client, options))
     inputs = {} if options.recall is None else {"--recall": options.recall}
     check_files(inputs, {"-o": options.output_file, "--remember": options.remember}, overwrite=options.overwrite)
     if not options.output_dir.is_dir():
@@ -158,7 +153,7 @@ def audit(options: AuditOptions) -> None:
     memory = None if options.recall is None else load_memory(options.recall)
     remembers = options.remember is not None
     asked = Options(options.model, chosen, None, options.concurrency, options.output_dir, remembers, memory)
-    _run(Audit(client, asked), options)
+    raise typer.Exit(_run(Audit(client, asked), options))
 
 
 def _check_alone(options: AuditOptions) -> None:
@@ -172,93 +167,81 @@ def _check_alone(options: AuditOptions) -> None:
         raise UsageError(f"{useless[0]} has no effect with {kind}", hint="use one of them")
 
 
-def _run(run: Audit, options: AuditOptions) -> None:
+def _replay(path: Path, client: "Client", options: AuditOptions) -> int:
+    from pagedcli.audit.audit import EXIT_FAULT, send_again
+    from pagedcli.audit.report import replay_table
+    from pagedcli.audit.shrink import load_case
+
+    case = load_case(path)
+    found = send_again(client, case, model=options.model, concurrency=options.concurrency)
+    print_tables([replay_table(case, path.name, *found)], options.format_)
+    return EXIT_FAULT if found[0] else 0
+
+
+def _self_test(format_: Format) -> int:
+    from pagedcli.audit.self_test import FaultTrial, trials
+
     line = ProgressLine(line_every_s=10)
-    run.progress = _progress(line, run)
+    results = list(trials(lambda text: line.show(lambda _: text)))
+    line.close()
+    print_tables([table(FaultTrial, "trials", "Self-test of the audit", results, "fault result by meaning")], format_)
+    if any(result.was_interrupted for result in results):
+        return EXIT_INTERRUPTED
+    num_wrong = sum(result.result == "WRONG" for result in results)
+    wrong = f"{num_wrong} of {len(results)} servers were judged wrongly"
+    say(wrong if num_wrong else "All servers were judged rightly.")
+    return 1 if num_wrong else 0
+
+
+def _run(run: "Audit", options: AuditOptions) -> int:
+    from pagedcli.audit.audit import exit_code, run_to_end
+    from pagedcli.audit.report import facts, page, summary, tables
+    from pagedcli.audit.restart import save_memory
+
+    line = ProgressLine(line_every_s=10)
+    run.progress = lambda text: line.show(
+        lambda s: f"{s:,.0f} s, {plural(run.client.budget.num_requests, 'request')}: {text}"
+    )
     try:
         was_interrupted = run_to_end(run)
-    except LimitReached as limit:
-        raise ServerError(
-            f"{limit} before the first measurements of the server were complete", hint="raise the limit"
-        ) from limit
     finally:
         line.close()
-    tables = [verdict_table(run)]
-    if options.format_ in (Format.JSON, Format.CSV) and run.evidence is not None:
-        outcomes = [*run.evidence.outcomes, *run.evidence.recalled]
-        tables += [pair_table(outcomes, run.evidence.noise().tolerance), lookup_table(run.evidence.seen)]
-    print_tables(tables, options.format_, facts=facts(run, was_interrupted=was_interrupted))
+    in_full = options.format_ in (Format.JSON, Format.CSV)
+    print_tables(tables(run, in_full=in_full), options.format_, facts=facts(run, was_interrupted=was_interrupted))
     if options.output_file is not None:
         with whole_file(options.output_file, overwrite=options.overwrite) as file:
             file.write(page(run))
     if options.remember is not None:
-        if run.memory is None:
-            hint = "raise --max-requests, --max-tokens or --max-seconds"
-            raise ServerError("stopped before all prompts were answered: nothing was remembered", hint=hint)
-        save_memory(run.memory, options.remember, overwrite=options.overwrite)
-        say(f"remembered {plural(len(run.memory.prompts), 'prompt')}; after a restart: --recall {options.remember}")
+        num_prompts = save_memory(run.memory, options.remember, overwrite=options.overwrite)
+        say(f"remembered {plural(num_prompts, 'prompt')}; after a restart: --recall {options.remember}")
     verdicts = run.verdicts()
     say("interrupted: the verdicts cover only what was sent before" if was_interrupted else summary(verdicts))
-    raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else exit_code(verdicts))
-
-
-def _run_replay(path: Path, client: Client, options: AuditOptions) -> None:
-    case = load_case(path)
-
-    async def run() -> tuple[int, int, float]:
-        async with client:
-            return await send_again(client, case, model=options.model, concurrency=options.concurrency)
-
-    try:
-        num_failing, num, largest = asyncio.run(run())
-    except LimitReached as limit:
-        raise ServerError(str(limit), hint="allow more") from limit
-    print_tables([replay_table(case, path.name, num_failing, num, largest)], options.format_)
-    raise typer.Exit(EXIT_FAULT if num_failing else 0)
-
-
-def _run_self_test(format_: Format) -> None:
-    line = ProgressLine(line_every_s=10)
-    results = []
-    for result in trials(lambda text: line.show(lambda _: text[: shutil.get_terminal_size().columns - 1])):
-        results.append(result)
-    line.close()
-    print_tables([table(FaultTrial, "trials", "Self-test of the audit", results, "fault result by meaning")], format_)
-    if any(result.was_interrupted for result in results):
-        raise typer.Exit(EXIT_INTERRUPTED)
-    num_wrong = sum(result.result == "WRONG" for result in results)
-    say(
-        f"{num_wrong} of {len(results)} servers were judged wrongly"
-        if num_wrong
-        else "All servers were judged rightly."
-    )
-    raise typer.Exit(1 if num_wrong else 0)
+    return EXIT_INTERRUPTED if was_interrupted else exit_code(verdicts)
 
 
 def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> None:
-    target = Target(len(WORDS), unit=_ASSUMED_UNIT, isolates=True, bypass="salt", concurrency=options.concurrency)
+    from pagedcli.audit.audit import ASSUMED_UNIT, planned
+    from pagedcli.audit.report import plan_table
+    from pagedcli.audit.restart import load_memory
+
     memory = None if options.recall is None else load_memory(options.recall)
-    around = planned_probes(ProbePrompts(target, 0), memory, remembers=options.remember is not None)
-    probes = plan(
-        ProbePrompts(target, 0), checks=checks,
-        max_requests=options.max_requests - sum(len(probe.asks()) for probe in around),
-        max_tokens=options.max_tokens - sum(probe.num_tokens() for probe in around),
-    )  # fmt: skip
-    limits = (
+    remembers, limits = options.remember is not None, (options.max_requests, options.max_tokens)
+    probes = planned(checks, memory, *limits, remembers=remembers, concurrency=options.concurrency)
+    notes = [
         f"to {url} only; at most {plural(options.max_requests, 'request')}, {options.max_tokens:,} "
-        f"tokens, {options.max_seconds:,.0f} s, {plural(options.concurrency, 'request')} at a time"
-    )
-    assumed = f"assumes blocks of {_ASSUMED_UNIT} tokens and salts; an audit measures both first. Nothing was sent."
-    print_tables([plan_table([*around, *probes], _SURVEY_REQUESTS, [limits, assumed])], options.format_)
+        f"tokens, {options.max_seconds:,.0f} s, {plural(options.concurrency, 'request')} at a time",
+        f"assumes blocks of {ASSUMED_UNIT} tokens and salts; an audit measures both first. Nothing was sent.",
+    ]
+    print_tables([plan_table(probes, notes)], options.format_)
 
 
 def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:
-    named = {name.strip() for text in (checks, skip) if text is not None for name in text.split(",")}
-    unknown = sorted(named - set(CHECKS))
-    if unknown:
+    from pagedcli.audit.plan import CHECKS
+
+    only, without = ({each.strip() for each in (text or "").split(",")} - {""} for text in (checks, skip))
+    if unknown := sorted((only | without) - set(CHECKS)):
         raise UsageError(f"there is no check {one_line(unknown[0])!r}", hint="the checks are " + ", ".join(CHECKS))
-    only = set(CHECKS) if checks is None else {name.strip() for name in checks.split(",")} | {"noise"}
-    without = set() if skip is None else {name.strip() for name in skip.split(",")}
+    only = set(CHECKS) if checks is None else only | {"noise"}
     chosen = tuple(check for check in CHECKS if check in only - without)
     if not chosen:
         raise UsageError("--checks and --skip leave no check", hint="the checks are " + ", ".join(CHECKS))
@@ -281,14 +264,3 @@ def _say_if_key_is_readable(options: AuditOptions) -> None:
     is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", url.hostname or "") is not None
     if options.key_env is not None and url.scheme == "http" and not is_local:
         say("note: the key is sent without encryption, because the URL begins with http:")
-
-
-def _progress(line: ProgressLine, run: Audit) -> Callable[[str], None]:
-    def show(text: str) -> None:
-        def words(elapsed_s: float) -> str:
-            shown = f"{elapsed_s:,.0f} s, {plural(run.client.budget.num_requests, 'request')}: {text}"
-            return shown[: shutil.get_terminal_size().columns - 1]
-
-        line.show(words)
-
-    return show

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
+    from pagedcli.distributed.driver import Counts, RowCounter
     from pagedcli.distributed.ray_job import RayRun, WorkerPool
 
 _POLL_S = 1.0
@@ -37,6 +37,9 @@ _POLL_S = 1.0
 def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: int) -> int:
     """Run a job to its end and return the exit code. `output` is the folder of parts, `address` that of a cluster;
     None: a local one. Raises: PagedcliError for fatal errors."""
+    from pagedcli.distributed.driver import Counts, RowCounter, prepare
+    from pagedcli.distributed.parts import PartFolder
+
     if job.resume and job.overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     folder = PartFolder(output)
@@ -56,13 +59,16 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
         raise UsageError("--ray needs Ray, which is not installed", hint="pip install 'pagedcli[ray]'") from error
 
     say_model(job.loaded.config.engine.model)
-    ignored = _prepare(job, folder, num_workers)
+    start_s, was_cut = time.perf_counter(), job.resume and folder.is_cut
+    ignored = prepare(job, folder, num_workers)
+    if not was_cut:
+        say(f"read, tokenized and grouped by prefix in {time.perf_counter() - start_s:,.1f} s")
     missing = folder.missing()
     num_rows = sum(folder.manifest.num_rows)
     say(f"{plural(num_rows, 'row')} in {plural(folder.manifest.num_parts, 'part')}, {len(missing):,} to do")
     max_errors = job.loaded.config.run.max_errors
-    counter = _RowCounter(folder)
-    progress = _Progress(num_rows, num_resumed=counter.count(), max_errors=max_errors)
+    counter = RowCounter(folder)
+    progress = Counts(num_rows, num_resumed=counter.count(), max_errors=max_errors)
     job.watch(progress.stats)
     outcome: Outcome = "complete"
     if missing:
@@ -80,7 +86,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     result = BatchResult(outcome, progress.stats, ignored)
     say_summary(result)
     say_odd(result)
-    progress.say_workers()
+    _say_workers(progress.runs)
     if job.summary_json is not None:
         write_summary(job.summary_json, result)
     if result.outcome == "complete":
@@ -90,40 +96,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     return exit_code(result)
 
 
-def _prepare(job: Job, folder: PartFolder, num_workers: int) -> dict[str, int]:
-    """Split the input into parts, or check that existing parts belong to this run. Returns ignored fields."""
-    config = job.loaded.config
-    columns = Columns.of(config.run)
-    lines = open_source(job.input_name, columns)
-    if lines.is_live:
-        raise UsageError("--ray needs a file or folder as input, because it reads it more than once")
-    kept = KeptColumns(lines, columns, in_rows=not isinstance(lines, ParquetSource))
-    if isinstance(lines, ParquetSource):
-        ParquetRows(lines, columns).check()
-    model = model_folder(config.engine)
-    tokenizer = open_tokenizer(config, model)
-    scans = lines.scan(config.run.limit, observe=kept.add)
-    assert scans is not None, "not live"
-    kept.check()
-    scan, read = scans
-    fingerprint = run_fingerprint(config, model, tokenizer, shard="1/1") | input_fingerprint(scan)
-    if job.resume and folder.is_cut:
-        check_same_run(folder.path, folder.manifest.fingerprint, fingerprint)
-        if sum(folder.manifest.num_rows) != read.num_rows:
-            raise UsageError(f"{folder.path} belongs to a run with a different --limit")
-        return {}
-    folder.clear()
-    options = batch_options(job.loaded, columns)
-    start_s = time.perf_counter()
-    limits = limits_without_pool(config.engine, read_spec(model, trust_remote_code=config.engine.trust_remote_code))
-    weighed = weigh_rows(Prompts(lines, tokenizer, options, limits), config.engine.block_size)
-    parts, costs = weighed.parts(num_workers)
-    folder.cut(lines, parts, costs, weighed.duplicates, fingerprint)
-    say(f"read, tokenized and grouped by prefix in {time.perf_counter() - start_s:,.1f} s")
-    return weighed.ignored
-
-
-def _work(run: "RayRun", progress: "_Progress", counter: "_RowCounter") -> Outcome:
+def _work(run: "RayRun", progress: "Counts", counter: "RowCounter") -> Outcome:
     stop = StopRequest(rows_are_kept=lambda: True)
     with progress_view(quiet_terminal=False) as view, stop.listening():
         run.start()
@@ -137,74 +110,16 @@ def _work(run: "RayRun", progress: "_Progress", counter: "_RowCounter") -> Outco
     return "interrupted" if stop.requested else "complete"
 
 
-class _Progress:
-    """The counters of all workers, after the parts that they have done; rows also of the parts that they are doing."""
-
-    def __init__(self, num_rows: int, *, num_resumed: int, max_errors: int | None) -> None:
-        self._start_s = time.perf_counter()
-        self._max_errors = max_errors
-        self._num_rows = num_rows
-        self._num_resumed = num_resumed
-        self._runs: dict[str, dict[str, BatchStats]] = {}
-        self.stats = BatchStats(num_rows=num_rows, num_resumed=num_resumed)
-
-    @property
-    def has_too_many_errors(self) -> bool:
-        return self._max_errors is not None and self.stats.num_failed >= self._max_errors
-
-    def update(self, runs: dict[str, dict[str, BatchStats]]) -> None:
-        self._runs = runs
-        self.stats = total(stats for processes in runs.values() for stats in processes.values())
-        self.stats.num_rows, self.stats.num_resumed = self._num_rows, self._num_resumed
-        self.stats.elapsed_s = time.perf_counter() - self._start_s
-
-    def count_parts(self, folder: PartFolder) -> None:
-        """Rows and failures from the records of the parts: workers that died cannot have counted all of theirs."""
-        records = [read_record(folder.part(part)) for part in range(folder.manifest.num_parts)]
-        self.stats.num_done = max(self._num_rows - self.stats.num_resumed, 0)
-        num_failed = sum(record.num_failed_rows for record in records)
-        self.stats.num_failed = min(self.stats.num_failed, num_failed)
-        self.stats.num_resumed_failed = num_failed - self.stats.num_failed
-
-    def count_rows(self, num_kept: int) -> None:
-        """The rows that are in parts and journals by now."""
-        self.stats.num_done = num_kept - self.stats.num_resumed
-
-    def say_workers(self) -> None:
-        for number, runs in enumerate(self._runs.values(), 1):
-            stats = total(runs.values())
-            seconds = max(sum(each.elapsed_s for each in runs.values()), 1e-9)
-            rows, per_s = plural(stats.num_done, "row"), stats.facts.num_generated_tokens / seconds
-            restarts = f", restarted {plural(len(runs) - 1, 'time')}" if len(runs) > 1 else ""
-            say(
-                f"  worker {number:<5} {rows}, {per_s:,.0f} tok/s"
-                f" generated, {100 * stats.facts.hit_rate:.1f} % cached{restarts}"
-            )
-
-
-class _RowCounter:
-    """Counts the rows in finished parts and in journals, of which it reads each byte once."""
-
-    def __init__(self, folder: PartFolder) -> None:
-        self._folder = folder
-        self._num_rows = list(folder.manifest.num_rows)
-        self._ends = dict.fromkeys(folder.missing(), 0)  # unfinished part -> bytes of its journal that were read
-        for part in self._ends:
-            self._num_rows[part] = -1  # the first line is the header
-
-    def count(self) -> int:
-        """The rows by now."""
-        for part, end in list(self._ends.items()):
-            if self._folder.is_done(part):
-                self._num_rows[part] = self._folder.manifest.num_rows[part]
-                del self._ends[part]
-                continue
-            with suppress(FileNotFoundError), journal_path(self._folder.part(part)).open("rb") as file:
-                file.seek(end)
-                content = file.read()
-                self._num_rows[part] += content.count(b"\n")
-                self._ends[part] = end + len(content)
-        return sum(max(0, number) for number in self._num_rows)
+def _say_workers(runs: "dict[str, dict[str, BatchStats]]") -> None:
+    for number, processes in enumerate(runs.values(), 1):
+        stats = total(processes.values())
+        seconds = max(sum(each.elapsed_s for each in processes.values()), 1e-9)
+        rows, per_s = plural(stats.num_done, "row"), stats.facts.num_generated_tokens / seconds
+        restarts = f", restarted {plural(len(processes) - 1, 'time')}" if len(processes) > 1 else ""
+        say(
+            f"  worker {number:<5} {rows}, {per_s:,.0f} tok/s"
+            f" generated, {100 * stats.facts.hit_rate:.1f} % cached{restarts}"
+        )
 
 
 def _pool(job: Job, address: str | None, num_workers: int) -> "WorkerPool":

@@ -48,6 +48,9 @@ def find_cures(*given: Any, **how: Any) -> list[Cure]:
 
 def recorded_cures(view: RecordedRequests, state: PoolState, tokenizer: Tokenizer | None) -> list[Cure]:
     """What to change about a recorded run. `view` and `state`: at its end."""
+    from pagedcli.answers.cures import CURES_S
+    from pagedcli.answers.settings import recorded_subject
+
     workload, prompts = view.finish(), None
     if workload.num_left_out and workload.hash_size is None:
         prompts = PromptSample.of(workload.prompts())

@@ -1,6 +1,5 @@
 """The text of recorded tokens. Used by explain, report and --block."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +10,11 @@ from pagedcli.events import EngineStarted, RequestAdded
 from pagedcli.models.hub import resolve_model
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
+from pagedcli.trace.tokens import Decode
 
-Decode = Callable[[tuple[int, ...]], str]
+if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
+
 TokenizerOption = Annotated[
     str | None,
     option(metavar="MODEL", help="Decode recorded tokens with this model's tokenizer. Default: the model that ran."),

@@ -6,9 +6,7 @@ from typing import Annotated
 import typer
 
 from pagedcli.answers.survey import prompt_model
-from pagedcli.batch.prompts import limits_without_pool, open_prompts
-from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.cli.cures import find_cures
+from pagedcli.cli.cures import find_cures, print_answer
 from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
@@ -17,7 +15,7 @@ from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE
 from pagedcli.line_files import LineReader
 from pagedcli.planning.prompt_sample import PromptSample
-from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.tables import Format
 from pagedcli.show.terminal import say, working
 from pagedcli.simulation import difference_tables as tables
 from pagedcli.simulation.difference import Comparison, Side, recorded_sides
@@ -53,6 +51,8 @@ def diff(
 
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
+    from pagedcli.show import difference_tables as tables
+    from pagedcli.simulation.difference import Comparison, recorded_sides
 
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
@@ -80,8 +80,7 @@ def diff(
     if "prompts" in found.parts and found.parts["prompts"]["hit_rate"] < 0:
         prompts = PromptSample.of(later.workload.prompts())
         cures = find_cures(None, prompts=prompts, tokenizer=text, block_size=later.limits.block_size)
-    told = [tables.sentence(found), *(each.text for each in cures)]
-    print_tables(shown, format_, facts={**tables.facts(found), "cures": cures}, story=told)
+    print_answer([tables.sentence(found)], cures, shown, format_, tables.facts(found))
     raise typer.Exit(EXIT_BAD_ROWS if any(side.workload.num_bad for side in sides) else 0)
 
 

@@ -1,28 +1,17 @@
 """`pagedcli doctor`: this machine's capabilities, what pagedcli uses of them, and a self-test."""
 
-import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedcli import __version__
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fit_in_words, fits, groups_and_states
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
-from pagedcli.core.plan import Plan
-from pagedcli.errors import BackendError, UsageError
-from pagedcli.later import torch
-from pagedcli.models.hub import model_folder
-from pagedcli.models.reading import read_spec
-from pagedcli.native import load_library, paths
-from pagedcli.native.build import find_compiler
-from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, NAMES, bf16_path, int8_path, measure_peaks
-from pagedcli.native.processor import processor_flags
-from pagedcli.planning.floors import StepFloor
-from pagedcli.records import RIGHT, Bytes, as_row, count, size
+from pagedcli.errors import UsageError
+from pagedcli.records import as_row, size
+from pagedcli.show.plan_tables import engine_table
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
 
@@ -31,19 +20,6 @@ if TYPE_CHECKING:
     from pagedcli.planning.machine import Machine
     from pagedcli.runner.self_test import CheckResult, LookUp
 
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "msgspec",
-    "triton",
-    "flash-attn",
-    "ziglang",
-)
-_FLAGS = {"fma", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni"}  # x86
-_FLAGS |= {"asimd", "asimdhp", "bf16", "i8mm", "sve", "sme"}  # Arm
 EXIT_FAILED = 1
 
 
@@ -76,6 +52,7 @@ def doctor(
         return
     from pagedcli.attention.select import available_backends
     from pagedcli.planning.machine import this_machine
+    from pagedcli.runner import inspection
     from pagedcli.runner.self_test import CheckResult
 
     machine = this_machine()
@@ -84,10 +61,11 @@ def doctor(
     found = available_backends(decision.attention, machine.missing)
     backends = [Backend(name, reason is None, reason) for name, reason in found]
     results = _self_test(chosen, [each.backend for each in backends if each.available])
+    (found_devices, device_notes), (paths, path_notes) = inspection.devices(), inspection.cpu_paths()
     tables = [
-        _versions_table(),
-        _devices_table(),
-        _paths_table(),
+        table(inspection.Version, "versions", "Versions", inspection.versions()),
+        table(inspection.Device, "devices", "Devices", found_devices, notes=device_notes),
+        table(inspection.CpuPath, "cpu_paths", "CPU kernels", paths, notes=path_notes),
         _weights_table(),
         table(Backend, "backends", f"Attention backends on {chosen}, in order of preference", backends),
         _engine_table(chosen),
@@ -176,37 +154,6 @@ def _speed(decision: "Decision") -> str:
     return f"at most {one} tokens/s for one sequence and {many} for 32, at {gb_per_s:.3g} GB/s"
 
 
-# ---------------------------------------------------------------------- the machine
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """What is installed."""
-
-    what: str
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A processor or GPU."""
-
-    device: str
-    total_bytes: Annotated[Bytes, "memory"]
-    free_bytes: Annotated[Bytes, "free"]
-    detail: Annotated[str, "what it is"]
-
-
-@dataclass(frozen=True, slots=True)
-class CpuPath:
-    """The instructions of a native matrix product."""
-
-    dtype: Annotated[str, "operand type"]
-    path: str
-    used: Annotated[bool, lambda used: "yes" if used else "", RIGHT]
-    gflop_per_s: Annotated[float, "peak, GFLOP/s", count]
-
-
 @dataclass(frozen=True, slots=True)
 class Backend:
     """An attention backend, and why it does not run here."""
@@ -214,67 +161,6 @@ class Backend:
     backend: str
     available: Annotated[bool, "runs here"]
     reason: Annotated[str | None, "why not"]
-
-
-def _versions_table() -> Table:
-    rows = [
-        Version("pagedcli", __version__),
-        Version("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        *(Version(name, _version(name)) for name in _PACKAGES),
-        Version("CUDA of torch", torch.version.cuda or "none (CPU-only build)"),
-        Version("C++ compiler", _compiler()),
-    ]
-    return table(Version, "versions", "Versions", rows)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _compiler() -> str:
-    """The status of the native CPU kernels."""
-    try:
-        return " ".join(find_compiler().command)
-    except BackendError as error:
-        return error.message
-
-
-def _devices_table() -> Table:
-    from pagedcli.native.system import usable_cores
-    from pagedcli.planning.machine import host_memory, processor_name
-
-    total, available = host_memory()
-    threads = f"{usable_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
-    rows = [Device("cpu", total, available, f"{processor_name()}, {threads}")]
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        detail = f"{about.name}, compute capability {about.major}.{about.minor}, {about.multi_processor_count} SMs"
-        rows.append(Device(f"cuda:{index}", total, free, detail))
-    notes = [] if torch.cuda.device_count() else [f"no CUDA GPU: {_why_no_gpu()}"]
-    return table(Device, "devices", "Devices", rows, notes=[*notes, *_instruction_notes()])
-
-
-def _paths_table() -> Table:
-    """The instructions that the native CPU kernels use, and their peak compared with the processor's others."""
-    rows: list[CpuPath] = []
-    notes: list[str] = []
-    try:
-        library = load_library()
-    except BackendError as error:
-        notes.append(error.message)
-    else:
-        functions = library.functions
-        for dtype, paths, used in (
-            ("bfloat16", BF16_PATHS, bf16_path(functions)),
-            ("int8", INT8_PATHS, int8_path(functions)),
-        ):
-            for peak in measure_peaks(functions, paths, torch.get_num_threads()):
-                rows.append(CpuPath(dtype, NAMES[peak.path], peak.path is used, peak.flop_per_s / 1e9))
-    return table(CpuPath, "cpu_paths", "CPU kernels", rows, notes=notes)
 
 
 def _weights_table() -> Table:
@@ -290,38 +176,6 @@ def _weights_table() -> Table:
     return table(KeptWeights, "weight_cache", "Packed weights kept for the next start", rows, notes=notes)
 
 
-def _instruction_notes() -> list[str]:
-    """The instructions that the native kernels use, and the others that the processor has."""
-    flags = processor_flags()
-    found = sorted(flag for flag in flags if flag.startswith("amx") or flag in _FLAGS)
-    notes = [f"matrix instructions of the processor: {', '.join(found) or 'none known'}"]
-    try:
-        loaded = load_library()
-    except BackendError:
-        return notes
-    notes.append(f"native library: {loaded.origin}")
-    library = loaded.functions
-    bf16, int8 = paths.bf16_path(library), paths.int8_path(library)
-    names = f"bfloat16 by {paths.NAMES[bf16]}, int8 by {paths.NAMES[int8]}, other types by float32 multiply-adds"
-    unused: list[str] = [flag for flag in ("avx512_fp16", "amx_fp16") if flag in flags]
-    if bf16 != paths.Path.BF16_TILES and "amx_bf16" in flags:
-        unused.append("amx_bf16")
-    if int8 != paths.Path.INT8_TILES and "amx_int8" in flags:
-        unused.append("amx_int8")
-    notes.append(f"native kernels: {names}; not used: {', '.join(unused) or 'none of those above'}")
-    return notes
-
-
-def _why_no_gpu() -> str:
-    from pagedcli.planning.machine import unseen_gpu
-
-    if (reason := unseen_gpu()) is not None:
-        return reason
-    if torch.version.cuda is None:
-        return "this is a CPU-only build of torch"
-    return "no NVIDIA driver is loaded"
-
-
 def _engine_table(device: str) -> Table:
     """How the engine runs the built-in model."""
     from pagedcli.runner.llm_engine import LLMEngine
@@ -331,26 +185,6 @@ def _engine_table(device: str) -> Table:
     except Exception as error:  # report whatever broke and continue: a driver can raise anything
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
     return engine_table(f"Engine settings on {device}, with the built-in model", found)
-
-
-def engine_table(title: str, found: Plan | str) -> Table:
-    """One choice that determines speed per row, or why the engine cannot start."""
-    if isinstance(found, str):
-        return table(Fact, "engine", title, [Fact("error", found)])
-    rows = [Fact("attention", found.backend), *(Fact("not used", reason) for reason in found.refused)]
-    rows += [Fact("dtype", found.dtype), Fact("KV cache", found.kv_dtype)]
-    notes = found.notes
-    if found.kv_scales is None and "float8" in found.kv_dtype:
-        notes += ("the scales of the fp8 cache are measured at startup",)
-    elif found.kv_scales is not None:
-        k_scale, v_scale = found.kv_scales
-        rows.append(Fact("KV scales", f"K {k_scale:.4g}, V {v_scale:.4g}"))
-    sizes = ", ".join(map(str, found.graph_sizes))
-    rows.append(Fact("CUDA graphs", f"batch sizes {sizes}" if sizes else f"none: {found.no_graphs}"))
-    return table(Fact, "engine", title, [*rows, *(Fact("note", note) for note in notes)])
-
-
-# ---------------------------------------------------------------------- the self-test
 
 
 def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":

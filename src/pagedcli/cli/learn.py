@@ -23,6 +23,7 @@ import yaml
 from rich.console import Console
 from rich.markdown import Markdown
 
+from pagedcli.answers.why import ExplainedLookup
 from pagedcli.cli.options import option
 from pagedcli.cli.picture import PictureOptions, draw_run
 from pagedcli.errors import PagedcliError, UsageError
@@ -32,7 +33,7 @@ from pagedcli.show.pool_picture import PrefixLetters, caption, pool_text, shown_
 from pagedcli.show.terminal import is_interactive
 from pagedcli.trace.check import check_trace
 from pagedcli.trace.files import TraceReader
-from pagedcli.views.explain import ExplainedLookup, explain_trace
+from pagedcli.views.explain import explain_trace
 from pagedcli.views.moment import Replay
 from pagedcli.views.rows import values_of
 from pagedcli.views.step_choice import StepChoice

@@ -19,18 +19,16 @@ from pagedcli.batch.line_sample import LineSample, sample_lines
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import open_source
 from pagedcli.cli.cures import find_cures, or_note, print_answer
-from pagedcli.cli.doctor import engine_table
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
-from pagedcli.cli.plan_tables import file_table, full_tables, survey_facts
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
-from pagedcli.printable import capitalized, expected_text, percent_text, plural, refused_text
-from pagedcli.process import old_objects_left_alone
-from pagedcli.show.tables import Format, Table
+from pagedcli.printable import capitalized, percent_text, plural, refused_text
+from pagedcli.show.plan_tables import engine_table, file_table, forecast_row, full_tables, run_tables, survey_facts
+from pagedcli.show.tables import Format
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
 from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
@@ -39,7 +37,14 @@ from pagedcli.simulation.sources import PromptRequests, read_outputs
 from pagedcli.simulation.tables import curve_table
 
 if TYPE_CHECKING:
+    from pagedcli.answers.cures import Cure
+    from pagedcli.answers.hits import Hits
+    from pagedcli.answers.settings import Subject
+    from pagedcli.answers.time import Forecast
+    from pagedcli.batch.line_sample import LineSample
+    from pagedcli.batch.lines import Line
     from pagedcli.planning.decision import Decision
+    from pagedcli.simulation.sources import PromptRequests
 
 _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
@@ -50,6 +55,7 @@ _ALL_HELP = (
     "Show every table, and look for where prompts diverge in all rows, up to 67 million prompt tokens, instead of in"
     " 20,000. Takes about 0.05 GiB of memory per million tokens."
 )
+_SEVERAL_SAMPLES = "rows with several samples: near, not exact, as samples that draw the same tokens share blocks"
 _LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
 
 
@@ -146,17 +152,22 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         print(tuned_settings(run.subject, run.found, loaded), end="")
         return code
     with working("looking for changes that help"):
-        trial = None if run is None else _trial_run(file, run)
-        pools = None if trial is None else _pools(trial)
-        cures = _cures(loaded.config.engine, file.scan, trial, pools)
-    facts = survey_facts(scan, file.fit) | ({} if run is None else {"forecast": run.facts})
+        tried = None if run is None else _tried(file, run)
+        pools = None if tried is None else _pools(*tried)
+        cures = _cures(loaded.config.engine, file.scan, tried, pools)
+    facts = survey_facts(scan, file.fit)
+    facts |= {} if run is None else {"forecast": {**forecast_row(run.found), "time_source": run.source}}
     facts |= {} if pools is None else {"enough": pools.document()}
     if is_table and not options.all_:
-        doubts = [] if run is None else run.doubts
+        doubts = [] if run is None or _SEVERAL_SAMPLES not in run.notes else [_SEVERAL_SAMPLES]
         tables = [file_table(scan, file.fit, None if run is None else run.found, pools, doubts)]
     else:
-        tables = [*([] if run is None else run.tables), *full_tables(scan, file.fit)]
+        tables = full_tables(scan, file.fit)
+        if run is not None and options.format_ is not Format.JSON:  # which has these figures as facts
+            tables = [*run_tables(run.found, run.subject.num_blocks, run.source, run.notes), *tables]
     if pools is not None and is_table and options.all_:
+        from pagedcli.show.simulation_tables import curve_table
+
         tables.append(curve_table(pools, None if file.fit is None else file.fit.block_bytes))
     engine = file.refusal if file.decision is None else file.decision.expected_plan
     if engine is not None and (options.all_ or not is_table or file.decision is None):
@@ -180,62 +191,57 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
         parts += [_count(survey.prompt_tokens, "prompt token"), f"up to {survey.output_tokens:,} to generate"]
     if num := file.requests.num_beam_searches:
         parts.append(f"without {plural(num, 'row')} of beam search")
-    time = None if run is None or run.found.in_words is None else f"{_about(run.found.in_words)} here: "
-    why = f". No time: {run.source.replace(': ', '; ', 1)}" if run is not None and time is None else ""
+    time = _here(None if run is None else run.found)
+    why = f". No time: {run.source.replace(': ', '; ', 1)}" if run is not None and not time else ""
     if scan.bad_rows:
         first = scan.bad_rows[0]
         refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
-    return [f"{time or ''}{', '.join(parts)}{why}.", *refused]
+    return [f"{time}{', '.join(parts)}{why}.", *refused]
 
 
 def _count(number: float, noun: str) -> str:
     return plural(round(number), noun) if number < 999_950 else f"{number / 1e6:,.1f} million {noun}s"
 
 
-def _about(time: str) -> str:
-    """An expected time at the beginning of a sentence."""
-    return f"About {time}" if time[0].isdigit() else capitalized(time)
+def _here(run: "Forecast | None") -> str:
+    """The expected time at the beginning of a sentence; empty: it is not known."""
+    if run is None or run.in_words is None:
+        return ""
+    return f"{capitalized(run.in_words)} here: "
 
 
-@dataclass(frozen=True, slots=True)
-class _TrialRun:
-    """The run that other pools and settings are tried on: of a long file with a part of its requests."""
-
-    subject: Subject
-    found: Forecast | None  # None: it has not been simulated
-    budget_s: float  # seconds of trials
+Tried = tuple["Subject", "Forecast | None", float]
+"""The run that other pools and settings are tried on; None: it has not been simulated; and seconds of trials."""
 
 
-def _trial_run(file: _File, run: "_ExpectedRun") -> _TrialRun:
+def _tried(file: _File, run: "_ExpectedRun") -> Tried:
+    """Of a long file a part of its requests."""
+    from pagedcli.answers.cures import CURES_S
+    from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
+
     if file.requests.work + file.requests.left_out <= MOST_IN_FULL:
-        return _TrialRun(run.subject, run.found, CURES_S)
+        return run.subject, run.found, CURES_S
     workload, left_out = file.requests.part(SAMPLED)
-    return _TrialRun(replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S)
+    return replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S
 
 
-def _pools(trial: _TrialRun) -> Hits | None:
+def _pools(subject: "Subject", base: "Forecast | None", budget_s: float) -> "Hits | None":
     """What other pools find; None if looking for it failed."""
-    subject = trial.subject
-    search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=trial.budget_s)
+    from pagedcli.answers.hits import hits
+
+    search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=budget_s)
     return or_note("the smallest pool that is enough", search, None)
 
 
-def _cures(engine: EngineConfig, scan: PromptScan, trial: _TrialRun | None, pools: Hits | None) -> list[Cure]:
+def _cures(engine: EngineConfig, scan: PromptScan, tried: Tried | None, pools: "Hits | None") -> "list[Cure]":
     """What to change."""
     size, rates = engine.block_size, dict[int, float]()
     if engine.enable_prefix_caching:
         sizes = [each for each in {*BLOCK_SIZES, size} if each <= size and not each % UNIT]
         rates = {each: scan.plan.ideal_hit_rate(each) for each in sizes}
-    return find_cures(
-        None if trial is None else trial.subject,
-        prompts=scan.drawn,
-        tokenizer=scan.tokenizer,
-        block_size=size,
-        rates_in_file=rates,
-        base=None if trial is None else trial.found,
-        found=pools,
-        budget_s=None if trial is None else trial.budget_s,
-    )
+    subject, base, budget_s = (None, None, None) if tried is None else tried
+    how = {"base": base, "found": pools, "budget_s": budget_s, "rates_in_file": rates, "block_size": size}
+    return find_cures(subject, prompts=scan.drawn, tokenizer=scan.tokenizer, **how)
 
 
 def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
@@ -294,12 +300,11 @@ def _first_words(first: FirstAnswer) -> str:
     """What a sample lets expect, in a sentence. Its counts have three digits: it does not know more."""
     rows, tokens = (float(f"{each.value:.3g}") for each in (first.rows, first.prompt_tokens))
     found = [f"about {_count(rows, 'row')}", _count(tokens, "prompt token")]
-    if first.hit_rate is not None:
-        found.append(f"at least {percent_text(first.hit_rate)} of them from the cache")
+    if first.run is not None:
+        found.append(f"at least {percent_text(first.run.hit_rate)} of them from the cache")
     if first.scan.num_bad:
         found.append(f"{percent_text(first.scan.num_bad / first.scan.num_rows)} of the rows bad")
-    time = "" if first.time_range_s is None else f"{_about(expected_text(*first.time_range_s))} here: "
-    return f"{time}{', '.join(found)}, from {plural(first.scan.num_rows, 'row')} spread over the file"
+    return f"{_here(first.run)}{', '.join(found)}, from {plural(first.scan.num_rows, 'row')} spread over the file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,17 +314,14 @@ class _ExpectedRun:
     subject: Subject  # the run that cures are about
     found: Forecast
     source: str  # origin of the times, or why there are none
-    facts: dict[str, Any]  # fields of the JSON
-    tables: list[Table]
-
-    @property
-    def doubts(self) -> list[str]:
-        """Notes that say how sure the run is."""
-        return [note for note in self.tables[0].notes if note.startswith(("other work", "rows with several samples"))]
+    notes: list[str]
 
 
 def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _ExpectedRun:
+    from pagedcli.answers.settings import Subject
+    from pagedcli.answers.time import time, with_hits_of_all
     from pagedcli.bench.calibration import step_time_here
+    from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
 
     decision, run, requests = file.decision, loaded.config.run, file.requests
     assert decision is not None, "it has a pool"
@@ -348,10 +350,7 @@ def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _E
     if decision.plan.no_drafts is not None:
         notes.append(f"speculation: off, as {decision.plan.no_drafts}")
     if any(each.num_samples > 1 and each.is_random and each.output_ids is None for each in workload.requests):
-        notes.append("rows with several samples: near, not exact, as samples that draw the same tokens share blocks")
-    tables = [forecast_table(found, num_blocks=plan.num_blocks, source=source, notes=notes)]
-    if found.seconds is not None:
-        tables.append(parts_table(found))
+        notes.append(_SEVERAL_SAMPLES)
     progress.close()
     subject = Subject(
         workload,
@@ -362,5 +361,4 @@ def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _E
         step_time=step_time,
         left_out=requests.left_out,
     )
-    facts = {**forecast_row(found), "time_source": source}
-    return _ExpectedRun(subject, found, source, facts, tables)
+    return _ExpectedRun(subject, found, source, notes)

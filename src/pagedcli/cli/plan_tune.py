@@ -9,15 +9,15 @@ import msgspec
 import yaml
 
 from pagedcli.answers.cures import LEAST_TIMED_S, Tuned, tune
+from pagedcli.answers.settings import ORDER, POOL, Changes, Subject, flags_of
 from pagedcli.answers.time import Forecast, in_prefix_order
+from pagedcli.answers.turns import Turns, in_turns, pass_s
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import percent_text, plural
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation.requests import Request, largest_output, work_of
-from pagedcli.simulation.settings import ORDER, POOL, Changes, Subject, flags_of
-from pagedcli.simulation.turns import Turns, in_turns, pass_s
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine

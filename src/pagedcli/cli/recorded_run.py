@@ -9,9 +9,7 @@ from typing import Annotated, BinaryIO, Literal, cast
 import msgspec
 import typer
 
-from pagedcli.app.pool_players import ReplayPlayer
-from pagedcli.cli.block import print_block_at
-from pagedcli.cli.cures import told_of_recording
+from pagedcli.cli.block import print_block
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
 from pagedcli.cli.picture import OF_HELP, PICTURE_HELP, PictureOptions, ShapeOption, Subject, ThemeOption, draw_run
@@ -114,7 +112,7 @@ def look_at(
     if picture is not None:
         draw_run(trace, picture, dump.chosen, request, overwrite=overwrite)
     elif flags.block is not None:
-        print_block_at(trace, flags.block, view.step, Format(view.format_))
+        print_block(trace, flags.block, view.step, None, Format(view.format_))
     elif flags.check:
         _check(trace, view.format_)
     elif flags.export is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from pagedcli.answers.served import ServedRequests
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.journal import RunRecord
@@ -31,7 +32,6 @@ from pagedcli.printable import plural
 from pagedcli.process import EXIT_INTERRUPTED, nothing_to_collect, on_signals
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
-from pagedcli.simulation.served import ServedRequests
 
 if TYPE_CHECKING:
     from pagedcli.answers.cures import Cure

@@ -1,17 +1,15 @@
 """One call of `pagedcli simulate`, after its flags were read: input, pools, runs, tables and page."""
 
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pagedcli.answers.cures import CURES_S, Cure
 from pagedcli.answers.hits import (
-    MOST_BLOCKS,
     Found,
     Hits,
     found_in,
@@ -19,7 +17,9 @@ from pagedcli.answers.hits import (
     hits_in_words,
     hits_one_at_a_time,
     least_pool,
+    parse_pool,
 )
+from pagedcli.answers.settings import Subject, in_order, timed_of
 from pagedcli.answers.survey import prompt_model
 from pagedcli.answers.time import counts_of
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
@@ -28,32 +28,38 @@ from pagedcli.cli.cures import find_cures, print_answer
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.cli.picture import PictureOptions, write_file
 from pagedcli.cli.simulate_flags import SimulateOptions
-from pagedcli.config import EngineConfig, LoadedConfig, parse_bytes
+from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import page_bytes
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
-from pagedcli.errors import EXIT_BAD_ROWS, ConfigError, UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.events import Eviction
 from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import LEAST_SLOTS, Decision
 from pagedcli.planning.machine import this_machine
 from pagedcli.planning.step_time import StepTime, load_step_time
-from pagedcli.printable import percent_text, plural
+from pagedcli.printable import plural
+from pagedcli.show.simulation_tables import (
+    curve_table,
+    hit_rate_picture,
+    pool_row,
+    pool_table,
+    pools_notes,
+    simulation_facts,
+    trace_table,
+)
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import ProgressLine
 from pagedcli.simulation.caches import Accesses, accesses_of, lru_curve
 from pagedcli.simulation.requests import Requests
-from pagedcli.simulation.run import VOCAB_SIZE, Schedule
-from pagedcli.simulation.settings import Subject, in_order, recorded_plan, timed_of
+from pagedcli.simulation.run import VOCAB_SIZE, Schedule, recorded_plan
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
-from pagedcli.simulation.tables import curve_table, hit_rate_picture, pool_row, pool_table, trace_table
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
 
 _SEARCH_S = 30.0  # seconds of processor time for the search of the smallest pool that is as good
 _DEFAULT_POOLS = "5%,10%,25%,50%,100%"
-_MOST_BAD = 5  # bad lines that are named
 
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: PictureOptions | None = None) -> int:
@@ -76,8 +82,8 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
     found, points = _hits(requests, plan, schedule, pools, policies, accesses, options)
     is_timed = schedule is not None and schedule.step_time is not None
     rows = [pool_row(each, accesses, limits.windows, options.warmup, is_timed=is_timed) for each in points]
-    shown = [pool_table(rows, schedule, block_bytes, _notes(requests, found, limits.windows, options.warmup))]
-    facts = _facts(requests, accesses, plan, found, block_bytes)
+    shown = [pool_table(rows, schedule, block_bytes, pools_notes(requests, found, limits.windows, options.warmup))]
+    facts = simulation_facts(requests, accesses, plan, found, block_bytes)
     cures: list[Cure] = []
     if schedule is not None and found.here.tokens[1]:
         # Cures are about the smallest pool and the first policy. Without arrivals it is judged by time where steps
@@ -142,47 +148,6 @@ def _hits(
     return found, points
 
 
-def _notes(requests: Requests, found: Hits, windows: tuple[int | None, ...], warmup: float) -> list[str]:
-    """What a reader of the table has to know of this trace and these runs."""
-    notes = [f"bad line {bad.place}: {bad.reason}" for bad in requests.bad_lines[:_MOST_BAD]]
-    if requests.num_bad > _MOST_BAD:
-        notes.append(f"and {requests.num_bad - _MOST_BAD:,} more bad lines; --format json lists the first ones")
-    ideal = percent_text(found.ideal_hit_rate)
-    if ideal != percent_text(found.unlimited.hit_rate):
-        notes.append(f"if requests came one at a time, an unlimited cache would find {ideal}")
-    if warmup:
-        notes.append(f"the first {warmup:.0%} of the requests fill the cache uncounted")
-    if any(window is not None for window in windows):
-        notes.append(
-            f"the layers form {len(windows)} groups, each with blocks of its own; best: an upper bound, as if layers"
-            " with a window needed no blocks"
-        )
-    return [*notes, *requests.notes]
-
-
-def _facts(requests: Requests, accesses: Accesses, plan: Plan, found: Hits, block_bytes: int | None) -> dict[str, Any]:
-    """What JSON says besides the pools."""
-    return {
-        "format": requests.format,
-        "num_requests": len(requests.requests),
-        "num_bad_lines": requests.num_bad,
-        "bad_lines": [{"place": bad.place, "reason": bad.reason} for bad in requests.bad_lines],
-        "notes": requests.notes,
-        "num_prompt_tokens": requests.num_prompt_tokens,
-        "num_output_tokens": sum(request.num_output_tokens or 1 for request in requests.requests),
-        "span_s": requests.requests[-1].arrival_s,
-        "block_size": plan.limits.block_size,
-        "block_bytes": block_bytes,
-        "num_blocks": len(accesses.blocks),
-        "num_unique_blocks": accesses.num_unique * len(plan.limits.groups),
-        "windows": list(plan.limits.windows),
-        "ideal_hit_rate": found.ideal_hit_rate,
-        "unlimited_hit_rate": found.unlimited.hit_rate,
-        "enough": found.document(),
-        "tried": [{"num_blocks": each.num_blocks, "hit_rate": each.hit_rate} for each in found.tried],
-    }
-
-
 # ---------------------------------------------------------------------- input
 
 
@@ -234,31 +199,11 @@ def _pools(
     if options.pool is None and recorded is not None:
         return [recorded.started.num_blocks]
     text = options.pool or _DEFAULT_POOLS
-    pools = {_parse_pool(part.strip(), num_unique, block_bytes) for part in text.split(",")}
+    pools = {parse_pool(part.strip(), num_unique, block_bytes) for part in text.split(",")}
     if options.pool is None and not options.no_schedule:
         least = least_pool(requests, limits)
         pools = {max(least, num_blocks) for num_blocks in pools}
     return sorted(pools)
-
-
-def _parse_pool(text: str, num_unique: int, block_bytes: int | None) -> int:
-    """'4096', '5%' of the unique blocks, or '8GiB' with a model's bytes per block."""
-    if re.fullmatch(r"\d+(\.\d+)?\s*%", text):
-        share = float(text.rstrip("% ")) / 100
-        size = max(round(share * num_unique), int(share > 0))
-    elif text.isdecimal():
-        size = int(text)
-    else:
-        try:
-            num_bytes = parse_bytes(text)
-        except ConfigError as error:
-            raise UsageError(f"--pool: {text!r} is not a pool size", hint="for example 4096, 5% or 8GiB") from error
-        if block_bytes is None:
-            raise UsageError(f"--pool {text} needs the bytes of a block: name the model with -m")
-        size = num_bytes // block_bytes
-    if not 1 <= size <= MOST_BLOCKS:
-        raise UsageError(f"--pool: {text} is {plural(size, 'block')}, but must be 1 to {MOST_BLOCKS:,}")
-    return size
 
 
 def _check_unscheduled(loaded: LoadedConfig, options: SimulateOptions, plan: Plan, policies: list[Eviction]) -> None:

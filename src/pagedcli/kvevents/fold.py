@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pagedcli.kvevents import wire
 from pagedcli.kvevents.formats import decode_batch
-from pagedcli.kvevents.tree import MAX_BLOCKS, Cause, History, LargerCache, PrefixTree
+from pagedcli.kvevents.tree import MAX_BLOCKS, Cause, CurvePoint, History, LargerCache, PrefixTree, curve
 from pagedcli.printable import byte_text
 
 Verdict = Literal["next", "first", "gap", "repeated", "restarted"]
@@ -91,11 +91,24 @@ class Publisher:
     rank: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A message that changes the caches of a publisher."""
+
+    number: int  # of the messages of all publishers
+    events: Sequence[wire.KVEvent]
+    is_restarted: bool  # whether it is the first one after a restart
+
+
+Observe = Callable[[Publisher, Applied], None]
+
+
 class KVState:
     """The known state of the caches of some endpoints.
 
-    `keep_tokens` keeps the token ids of each block, for text. `watch` makes an observer for each tree. `fetch(source,
-    first, before)` returns the frames of missing messages, if the publisher can replay them.
+    `keep_tokens` keeps the token ids of each block, for text. `larger`: blocks by which larger caches are
+    followed, too. `observe` receives every message that is applied. `fetch(source, first, before)` returns the frames
+    of missing messages, if the publisher can replay them.
     """
 
     def __init__(
@@ -104,7 +117,8 @@ class KVState:
         *,
         keep_tokens: bool = False,
         max_blocks: int = MAX_BLOCKS,
-        watch: Callable[[], LargerCache] | None = None,
+        larger: Sequence[int] = (),
+        observe: Observe = lambda publisher, message: None,
         fetch: Fetch | None = None,
     ) -> None:
         self.publishers: dict[tuple[int, bytes], Publisher] = {}
@@ -130,7 +144,7 @@ class KVState:
         self._names = list(names)
         self._keep_tokens = keep_tokens
         self.history = History(max_blocks)
-        self._watch = watch
+        self._larger, self._observe = larger, observe
         self._fetch = fetch
 
     # ------------------------------------------------------------------ changes
@@ -183,8 +197,11 @@ class KVState:
 
     def _take(self, message: wire.Message, batch: wire.Batch, time_s: float | None, source: int) -> None:
         publisher = self._publisher(source, message.topic)
+        num_restarts = 0 if publisher is None else publisher.sequence.num_restarts
         if publisher is None or not self._in_order(publisher, message, batch):
             return
+        is_restarted = publisher.sequence.num_restarts > num_restarts
+        self._observe(publisher, Applied(self.num_messages - 1, batch.events, is_restarted))
         self.num_batches += 1
         self.num_events += len(batch.events)
         if batch.rank is not None:
@@ -371,8 +388,7 @@ class KVState:
             if len(publisher.trees) >= _MAX_GROUPS:
                 self._malformed(publisher.source, "too many cache groups; the rest is counted with the first one")
                 return publisher.trees[next(iter(publisher.trees))]
-            watcher = None if self._watch is None else self._watch()
-            tree = publisher.trees[name] = PrefixTree(self.history, watcher=watcher)
+            tree = publisher.trees[name] = PrefixTree(self.history, LargerCache(self._larger) if self._larger else None)
         return tree
 
     def _count_values(self, extra: dict[str, Any]) -> None:
@@ -405,6 +421,10 @@ class KVState:
     def seconds(self) -> float | None:
         """Between the first and the last message."""
         return None if self.time_s is None or self.first_time_s is None else self.time_s - self.first_time_s
+
+    def curve(self) -> list[CurvePoint]:
+        """What larger caches would have kept; empty where none was followed."""
+        return curve([tree.larger for tree in self.trees if tree.larger is not None])
 
     def total(self, name: str) -> int:
         """The sum of a count over all trees."""

@@ -1,4 +1,5 @@
-"""The requests that a recording of KV events shows: chains of blocks, of which the beginning was found in the cache.
+"""The requests that a recording of KV events shows: chains of blocks, of which the beginning was found in the cache, as
+lookups with a reason each, like those of our own runs.
 
 Events contain no hits, but a run of blocks stored after a parent shows one: whatever comes before was there. A request
 that was found in whole leaves no event. Used for the verdicts on a recording.
@@ -6,21 +7,22 @@ that was found in whole leaves no event. Used for the verdicts on a recording.
 
 import sys
 from array import array
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import xxhash
 
+from pagedcli.core.prefixes import num_equal
+from pagedcli.events import PrefixLookedUp
 from pagedcli.kvevents import wire
 from pagedcli.kvevents.capture import CaptureReader
-from pagedcli.kvevents.fold import SequenceCheck
-from pagedcli.kvevents.formats import decode_batch
+from pagedcli.kvevents.fold import Applied, KVState, Publisher
 from pagedcli.kvevents.tree import MAX_TOKEN_BYTES
-from pagedcli.records import Share
+from pagedcli.views.explain import Earlier, Ghosts, Lookup, Reason
 
 Content = int | str
+_MOST_COMPARED = 256  # blocks after the same ones, the newest
 
 
 @dataclass(slots=True)
@@ -29,9 +31,16 @@ class SeenRequest:
 
     num_hit: int  # blocks that were there
     end: int  # node of its last block
+    message: int  # in which it began to store blocks
     num_prompt: int = 0  # blocks, found ones included; those after them were generated
     salt: str | None = None  # cache_salt, adapter or media of its first block; None: it has none
     lora: str | None = None  # adapter
+    reason: Reason | None = None  # why its first stored block was not there; None: it is new
+    gone_message: int | None = None  # in which that block left the cache
+    num_more_blocks: int | None = None  # with which an LRU cache would have kept it
+    num_evicted: int = 0  # blocks of the prompt that were cached before
+    num_in_flight: int = 0  # blocks of the prompt that were stored although they were there
+    num_partial_tokens: int = 0  # tokens of its first stored block with which a cached one after the same blocks begins
 
 
 @dataclass(slots=True)
@@ -41,11 +50,16 @@ class Lookups:
 
     requests: list[SeenRequest] = field(default_factory=list)
     block_size: int | None = None
-    keeps_tokens: bool = False  # whether prompts() has them, up to MAX_TOKEN_BYTES
+    has_ids: bool = True  # whether tokens are ids; else digests, which only tell where prompts differ
     _nodes: dict[tuple[int, Content], int] = field(default_factory=dict)
     _parents: list[int] = field(default_factory=list)
     _tokens: "dict[int, array[int]]" = field(default_factory=dict)  # node -> token ids of the block
     _num_kept: int = 0  # tokens
+    _followed: "dict[tuple[int, str], _Publisher]" = field(default_factory=dict)
+
+    def take(self, publisher: Publisher, message: Applied) -> None:
+        """Follow a message. For KVState(observe=...)."""
+        self._followed.setdefault((publisher.source, publisher.name), _Publisher(self)).take(message)
 
     def _up(self, node: int) -> Iterator[int]:
         """A node and those before it."""
@@ -61,24 +75,61 @@ class Lookups:
         return node
 
     def keep_tokens(self, node: int, token_ids: "array[int]") -> None:
-        """Keep the tokens of a block, unless the limit is reached or they are no token ids."""
+        """Keep the tokens of a block, unless the limit is reached."""
         num_kept = self._num_kept + len(token_ids)
-        if node not in self._tokens and num_kept <= MAX_TOKEN_BYTES // token_ids.itemsize and _are_ids(token_ids):
+        if node not in self._tokens and num_kept <= MAX_TOKEN_BYTES // token_ids.itemsize:
             self._tokens[node], self._num_kept = token_ids, num_kept
+
+    def tokens_of(self, node: int) -> "Sequence[int]":
+        """The tokens of a block; empty if they are not known."""
+        return self._tokens.get(node, ())
+
+    def lookups(self) -> list[Lookup]:
+        """The requests as lookups. Of their tokens only full blocks are known."""
+        found, earlier, salts, size = list[Lookup](), Earlier(), dict[str, str](), self.block_size or 0
+        for number, each in enumerate(self.requests):
+            tokens, split = self._chain(each.end), None
+            if tokens is not None:
+                split = earlier.diverge(tokens[: each.num_prompt * size].tobytes(), has_ids=self.has_ids)
+                earlier.add(number, tokens.tobytes(), str(number), salted=each.salt is not None)
+            num_hit = each.num_hit * size
+            is_other_salt = split is not None and (each.salt is not None or split.other_salted)
+            event = PrefixLookedUp(
+                number, "new", each.num_prompt * size, each.num_prompt, each.num_hit, num_hit, each.num_hit, None,
+                "no_match", each.num_partial_tokens,
+            )  # fmt: skip
+            lookup = Lookup(each.message, number, str(number), None, each.salt is not None, False, event, size)
+            lookup.unit, lookup.divergence = "message", split
+            lookup.salt = None if each.salt is None else salts.setdefault(each.salt, str(len(salts) + 1))
+            lookup.evicted_step, lookup.num_more_blocks = each.gone_message, each.num_more_blocks
+            lookup.num_evicted, lookup.num_in_flight = each.num_evicted, each.num_in_flight
+            lookup.num_first = each.num_prompt - each.num_hit - each.num_evicted - each.num_in_flight
+            if each.reason is not None:
+                lookup.reason = each.reason
+            elif split is not None and is_other_salt and split.num_shared_tokens >= num_hit + size:
+                lookup.reason = "different_salt"
+            elif num_hit:
+                lookup.reason = "not_seen_before"
+            else:
+                lookup.reason = "shorter_than_block" if event.partial_tokens else "no_shared_prefix"
+            found.append(lookup)
+        return found
 
     def prompts(self) -> "Iterator[tuple[array[int], str | None]]":
         """The full blocks of each prompt as token ids, with its salt, where all are known; of several adapters, whose
         requests never share blocks, only those of the one with the most requests."""
         most = Counter(request.lora for request in self.requests).most_common(1)
-        for request in self.requests:
-            if request.lora == most[0][0] and (token_ids := self._prompt(request)) is not None:
-                yield token_ids, request.salt
+        for request in self.requests if self.has_ids else ():
+            token_ids = self._chain(request.end) if request.lora == most[0][0] else None
+            if token_ids is not None and _are_ids(token_ids):
+                yield token_ids[: request.num_prompt * (self.block_size or 0)], request.salt
 
-    def _prompt(self, request: SeenRequest) -> "array[int] | None":
-        nodes, found = list(self._up(request.end))[::-1], array("q")
+    def _chain(self, end: int) -> "array[int] | None":
+        """The tokens up to a node; None if some are not known."""
+        nodes, found = list(self._up(end))[::-1], array("q")
         if not self._tokens.keys() >= set(nodes):
             return None
-        for node in nodes[: request.num_prompt]:
+        for node in nodes:
             found.extend(self._tokens[node])
         return found
 
@@ -92,48 +143,13 @@ def _are_ids(values: "array[int]") -> bool:
     return min(values, default=0) >= 0 and max(values, default=0) <= sys.maxunicode
 
 
-def read_lookups(reader: CaptureReader, *, keep_tokens: bool = False) -> Lookups:
+def read_lookups(reader: CaptureReader) -> Lookups:
     """The requests of a recording, in the order in which they began to store blocks."""
-    found = Lookups(keeps_tokens=keep_tokens)
-    publishers: dict[tuple[int, bytes], _Publisher] = {}
-    for frames, _, source in reader:
-        try:
-            message = wire.split_frames(frames)
-            batch = decode_batch(message.payload)
-        except wire.WireError:
-            continue
-        key = (source, message.topic)
-        if key not in publishers:
-            publishers[key] = _Publisher(found)
-        publishers[key].take(message, batch)
+    found = Lookups(has_ids=reader.has_tokens)
+    state = KVState(reader.sources, observe=found.take)
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class SaltRow:
-    """The requests seen of one salt. Salts are numbered as they appear."""
-
-    salt: Annotated[str, "cache_salt or adapter"]
-    num_requests: Annotated[int, "requests seen"]
-    num_tokens: Annotated[int, "tokens looked up"]
-    tokens_hit: Annotated[int, "tokens found"]
-    hit_rate: Share
-
-
-def hits_by_salt(found: Lookups) -> list[SaltRow]:
-    """The hit rate of each salt, that of the most tokens first; empty if no request has one."""
-    of_salt: dict[str | None, list[SeenRequest]] = {}
-    for request in found.requests:
-        of_salt.setdefault(request.salt, []).append(request)
-    rows, size = [], found.block_size or 0
-    named = [salt for salt in of_salt if salt is not None]
-    for salt, requests in of_salt.items():
-        num_blocks, num_hit = (
-            sum(counts) for counts in zip(*((r.num_prompt, r.num_hit) for r in requests), strict=True)
-        )
-        name = "none" if salt is None else str(named.index(salt) + 1)
-        rows.append(SaltRow(name, len(requests), num_blocks * size, num_hit * size, num_hit / num_blocks))
-    return sorted(rows, key=lambda row: -row.num_tokens) if named else []
 
 
 class _Publisher:
@@ -141,27 +157,53 @@ class _Publisher:
 
     def __init__(self, found: Lookups) -> None:
         self._found = found
-        self._check = SequenceCheck()
         self._place: tuple[str | None, str] | None = None  # cache group and medium that are followed
         self._node_of: dict[wire.BlockHash, int] = {}
         self._salts: dict[wire.BlockHash, str] = {}  # salt of each block of a request with one
         self._open: dict[wire.BlockHash, SeenRequest] = {}  # requests by the last block that they stored
         self._just_stored: set[wire.BlockHash] = set()  # blocks of the message before
+        self._num_copies: Counter[int] = Counter()  # of nodes
+        self._gone: dict[int, Reason] = {}  # nodes that were stored once, and why they left
+        self._ghosts: Ghosts[int] = Ghosts()  # without those that leave in this message, for a request that it stores
+        self._leaving: dict[int, None] = {}
+        self._after: defaultdict[tuple[int, str | None], list[int]] = defaultdict(list)  # node, salt -> next nodes
+        self._message = 0  # number of the one that is read
 
-    def take(self, message: wire.Message, batch: wire.Batch) -> None:
-        if message.seq is not None:
-            verdict = self._check.take(message.seq, message.seq, batch.time_s)
-            if verdict == "repeated":
-                return
-            if verdict == "restarted":
-                self._open.clear()
+    def take(self, message: Applied) -> None:
+        self._message = message.number
+        if message.is_restarted:
+            self._clear("restarted")
         before, self._just_stored = self._just_stored, set()
-        for event in batch.events:
+        for event in message.events:
             match event:
                 case wire.Stored():
                     self._store(event, before)
+                case wire.Removed() if self._place is not None and event.group == self._place[0]:
+                    if event.medium in (None, self._place[1]):
+                        self._remove(event.hashes)
                 case wire.Cleared():
-                    self._open.clear()
+                    self._clear("cleared")
+        for node in self._leaving:
+            self._ghosts.add(node, message.number)
+        self._leaving.clear()
+
+    def _clear(self, why: Reason) -> None:
+        self._open.clear()
+        for node in self._num_copies:
+            self._leave(node, why)
+        self._num_copies.clear()
+
+    def _remove(self, hashes: list[wire.BlockHash]) -> None:
+        for node in filter(self._num_copies.__contains__, map(self._node_of.get, hashes)):
+            assert node is not None, "only nodes have copies"
+            self._num_copies[node] -= 1
+            if not self._num_copies[node]:
+                del self._num_copies[node]
+                self._leave(node, "evicted")
+
+    def _leave(self, node: int, why: Reason) -> None:
+        self._gone[node] = why
+        self._leaving[node] = None
 
     def _store(self, event: wire.Stored, before: set[wire.BlockHash]) -> None:
         found = self._found
@@ -173,25 +215,51 @@ class _Publisher:
         request = None if event.parent is None else self._open.pop(event.parent, None)
         # A block alone is generated text; several ones are the next chunk of a prompt only right after the last one.
         is_chunk = event.parent in self._just_stored or (len(event.hashes) > 1 and event.parent in before)
-        if request is None or not (is_chunk or len(event.hashes) == 1):
+        is_prompt = request is None or is_chunk or len(event.hashes) > 1
+        if request is None or (is_prompt and not is_chunk):
             num_hit = found.depth(node)
             salt = _salt_of(event) if event.parent is None else self._salts.get(event.parent)
-            request = SeenRequest(num_hit, node, num_hit + len(event.hashes), salt, event.lora)
+            request = SeenRequest(num_hit, node, self._message, num_hit, salt, event.lora)
             found.requests.append(request)
-        elif is_chunk:
-            request.num_prompt += len(event.hashes)
-        tokens = _tokens_of(event) if found.keeps_tokens else None
+        tokens = _tokens_of(event)
         for place, (block_hash, content) in enumerate(zip(event.hashes, _contents(event), strict=True)):
             if node == -1 and request.salt is not None:
                 content = f"{request.salt} {content}"
+            before_it = self._after[node, request.salt]
             node = self._node_of[block_hash] = found.add(node, content)
             if tokens is not None:
                 found.keep_tokens(node, tokens[place * event.block_size : (place + 1) * event.block_size])
+            if is_prompt:
+                self._judge(node, request, before_it)
+            if not self._num_copies[node]:
+                before_it.append(node)
+            self._num_copies[node] += 1
+            self._gone.pop(node, None)
+            self._leaving.pop(node, None)
+            self._ghosts.drop(node)
         if request.salt is not None:
             self._salts |= dict.fromkeys(event.hashes, request.salt)
         request.end = node
         self._open[event.hashes[-1]] = request
         self._just_stored.update(event.hashes)
+
+    def _judge(self, node: int, request: SeenRequest, others: list[int]) -> None:
+        """Count the next block of a prompt, and say of the first one why it was not found. `others`: blocks that were
+        there after the same ones."""
+        is_there, why = self._num_copies[node] > 0, self._gone.get(node)
+        if request.num_prompt == request.num_hit:
+            request.reason = "in_flight" if is_there else why
+            if why is not None:
+                request.gone_message, _, num_more = self._ghosts.find(node) or (self._message, None, 1)
+                request.num_more_blocks = num_more if why == "evicted" else None
+            cached = [each for each in others[-_MOST_COMPARED:] if self._num_copies[each] or each in self._leaving]
+            own = self._found.tokens_of(node)
+            request.num_partial_tokens = max(
+                (num_equal(own, self._found.tokens_of(each)) for each in cached), default=0
+            )
+        request.num_prompt += 1
+        request.num_in_flight += is_there
+        request.num_evicted += not is_there and why is not None
 
     def _node_before(self, event: wire.Stored) -> int:
         if event.parent is None:

@@ -8,14 +8,13 @@ were computed twice. Trees that share a History share its memory limit: the bloc
 import heapq
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import lt
 from typing import Annotated, Literal
 
-from pagedcli.core.prefixes import num_equal
 from pagedcli.kvevents.wire import BlockHash
+from pagedcli.trace.tokens import Decode
 
 MAX_BLOCKS = 1_000_000
 MAX_TOKEN_BYTES = 512 << 20
@@ -80,7 +79,7 @@ class History:
 class PrefixTree:
     """A tree changed by `store`, `remove`, `clear` and `move`, with counts. Unknown times are None."""
 
-    def __init__(self, history: History | None = None, *, watcher: "LargerCache | None" = None) -> None:
+    def __init__(self, history: History | None = None, larger: "LargerCache | None" = None) -> None:
         self.nodes: dict[BlockHash, Node] = {}
         self.copies: dict[str, dict[BlockHash, int]] = {}  # medium -> block -> copies
         self.capacity: dict[str, int] = {}  # medium -> blocks, if published
@@ -98,7 +97,7 @@ class PrefixTree:
         self.lifetimes_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self.pauses_s: deque[float] = deque(maxlen=_NUM_RECENT)  # time from gone to stored again
         self._history = history or History()
-        self._watcher = watcher
+        self.larger = larger
 
     def store(
         self,
@@ -179,8 +178,8 @@ class PrefixTree:
     def note_alone(self, block_hash: BlockHash, more: int) -> None:
         """A block that has just come back did so by itself (`more` 1), or not after all (-1)."""
         node = self.nodes.get(block_hash)
-        if node is not None and self._watcher is not None:
-            self._watcher.alone(node, more)
+        if node is not None and self.larger is not None:
+            self.larger.alone(node, more)
 
     def resident(self) -> Iterator[Node]:
         """The blocks with at least one copy, in no particular order."""
@@ -196,8 +195,8 @@ class PrefixTree:
         self._history.gone[node] = None
         if time_s is not None and node.stored_s is not None and cause == "evicted":
             self.lifetimes_s.append(max(0.0, time_s - node.stored_s))
-        if self._watcher is not None:
-            self._watcher.gone(node)
+        if self.larger is not None:
+            self.larger.gone(node)
 
     def _came_back(self, node: Node, time_s: float | None) -> None:
         assert node.cause is not None, "it was gone"
@@ -205,8 +204,8 @@ class PrefixTree:
         self.num_tokens_again += node.num_tokens
         if time_s is not None and node.gone_s is not None:
             self.pauses_s.append(max(0.0, time_s - node.gone_s))
-        if self._watcher is not None:
-            self._watcher.back(node)
+        if self.larger is not None:
+            self.larger.back(node)
         node.cause = None
         del self._history.gone[node]
 
@@ -221,18 +220,17 @@ class PrefixTree:
         return next((medium for medium, copies in self.copies.items() if block_hash in copies), None)
 
 
-Decode = Callable[[tuple[int, ...]], str]
 _SHOWN_TOKENS = 24  # tokens of a branch, decoded
 
 
 class Shape:
-    """Children, sizes and depths of a tree's resident blocks, or of all blocks that it remembers.
+    """Children, sizes and depths of a tree's resident blocks.
 
     Lists by place: parents come before their children. Plain numbers, as there may be a million blocks.
     """
 
-    def __init__(self, tree: PrefixTree, *, with_gone: bool = False) -> None:
-        self.nodes = list(tree.nodes.values() if with_gone else tree.resident())
+    def __init__(self, tree: PrefixTree) -> None:
+        self.nodes = list(tree.resident())
         self.parents = self._parents()  # places; -1: begins a prompt, or its parent is gone or unknown
         if not all(map(lt, self.parents, range(len(self.nodes)))):
             self._sort()
@@ -307,13 +305,12 @@ class Shapes:
     """The shapes of trees that do not change meanwhile, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[PrefixTree, bool], Shape] = {}
+        self._known: dict[PrefixTree, Shape] = {}
 
-    def __call__(self, tree: PrefixTree, *, with_gone: bool = False) -> Shape:
-        key = (tree, with_gone and tree.num_resident < len(tree.nodes))
-        if key not in self._known:
-            self._known[key] = Shape(tree, with_gone=key[1])
-        return self._known[key]
+    def __call__(self, tree: PrefixTree) -> Shape:
+        if tree not in self._known:
+            self._known[tree] = Shape(tree)
+        return self._known[tree]
 
 
 @dataclass(slots=True)
@@ -361,51 +358,11 @@ def branch_label(branch: Branch, decode: Decode | None) -> str:
     return hash_text(branch.nodes[0].hash)
 
 
-def text_around(node: Node, place: int, num_before: int, num_after: int, decode: Decode) -> str:
-    """A few tokens on each side of a place in a block, quoted; empty if its tokens were not kept."""
-    ids = token_ids([node])[max(0, place - num_before) : place + num_after]
-    return repr(decode(tuple(ids))) if ids else ""
-
-
 def hash_text(value: BlockHash) -> str:
     """The first 16 characters of a block's hash."""
     if isinstance(value, int):
         return f"{value & (1 << 64) - 1:016x}"
     return (value.hex() if isinstance(value, bytes) else value)[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class Twins:
-    """Two blocks after the same prefix that begin with equal tokens: a near miss."""
-
-    first: Node
-    second: Node
-    num_prefix_tokens: int  # tokens before both blocks
-    num_equal: int  # tokens at the start of both blocks
-    num_tokens: int  # smaller subtree: the most that could have been shared
-
-
-def near_twins(shape: Shape, most: int) -> list[Twins]:
-    """The pairs with the most tokens after the divergence. Needs the tokens, or digests of them."""
-    nodes, found = shape.nodes, []
-    if all(node.tokens is None for node in nodes):
-        return []
-    before: list[int | None] = []  # tokens before each block; None: unknown
-    for node, parent in zip(nodes, shape.parents, strict=True):
-        prefix = before[parent] if parent >= 0 else 0 if node.parent is None else None
-        before.append(prefix if prefix is None or parent < 0 else prefix + nodes[parent].num_tokens)
-    families = [[place for place in shape.roots if before[place] == 0]]
-    families += [shape.children(place) for place, num in enumerate(shape.num_children) if num > 1]
-    for family in families:
-        known = sorted((place for place in family if nodes[place].tokens), key=lambda place: nodes[place].tokens or b"")
-        for a, b in pairwise(known):  # neighbours have the longest common prefix
-            num_before, first, second = before[a], nodes[a].tokens or b"", nodes[b].tokens or b""
-            # equal content under two hashes: different adapters or salts, not a divergence
-            num_common = 0 if num_before is None or first == second else num_equal(first, second) // 8
-            if num_common and num_before is not None:
-                num_tokens = min(shape.num_tokens[a], shape.num_tokens[b])
-                found.append(Twins(nodes[a], nodes[b], num_before, num_common, num_tokens))
-    return heapq.nlargest(most, found, key=lambda twins: (twins.num_tokens, twins.num_equal))
 
 
 def token_ids(nodes: Iterable[Node]) -> list[int]:

@@ -24,14 +24,15 @@ from pagedcli.show.raster import check_ending, write_picture
 from pagedcli.show.run_pictures import life_picture, tree_picture, waste_picture
 from pagedcli.show.step_tables import step_tables
 from pagedcli.show.tables import Table, as_text
+from pagedcli.show.why_tables import lookups_table
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import EventSource, fold
-from pagedcli.views.explain import Decode, ExplainedLookup, explain_trace
+from pagedcli.trace.tokens import Decode
+from pagedcli.views.explain import explain_trace
 from pagedcli.views.moment import Moment, Replay
 from pagedcli.views.names import find_request
 from pagedcli.views.prefix_tree import PrefixTree
 from pagedcli.views.request_life import RequestLife
-from pagedcli.views.rows import chosen, values_of
 from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.step_rows import TABLES, Row, StepRows, file_columns
 
@@ -116,10 +117,8 @@ class Trace:
         explainer, _ = explain_trace(self._open_source())
         seq_ids = self._seq_ids(request)
         lookups = [each for each in explainer.lookups if seq_ids is None or each.seq_id in seq_ids]
-        rows = [values_of(ExplainedLookup(each, self._decode), "json") for each in lookups]
-        notes = [f"sequence {row['seq_id']}: {row['divergence']}" for row in rows if row["divergence"] is not None]
         title = "Lookups" if request is None else f"Lookups of {request}"
-        return Tables([Table("lookups", title, chosen(ExplainedLookup, "table"), rows, notes)])
+        return Tables([lookups_table(lookups, title, self._decode)])
 
     # ------------------------------------------------------------------ data frames
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import pagedcli.events as ev
+from pagedcli.answers.why import PART_WORDS, REASON_WORDS, ExplainedLookup, Reasons, SaltRow, why
 from pagedcli.core.prefixes import num_equal
 from pagedcli.printable import id_ranges, percent_text
 from pagedcli.show.pages import palette
@@ -22,18 +23,9 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
+from pagedcli.trace.tokens import Decode
 from pagedcli.views.cache_groups import group_uses, group_words
-from pagedcli.views.explain import (
-    REASON_WORDS,
-    CheckpointRow,
-    Decode,
-    ExplainedLookup,
-    Explainer,
-    Lookup,
-    SaltRow,
-    Totals,
-    hits_by_salt,
-)
+from pagedcli.views.explain import CheckpointRow
 from pagedcli.views.moment import Moment
 from pagedcli.views.rows import ShownRow, chosen, values_of
 from pagedcli.views.stats import StepSeries
@@ -170,6 +162,7 @@ def render_report(
     state = fold(reader, moment, run, frames, *views)
     run.finish(state)
     frames.add(state)
+    reasons = why(run.explainer, state)
     slowest = sorted(run.requests, key=lambda row: -row.total_s)[:_NUM_SLOWEST]
     group = max(1, -(-len(run.series) // MAX_FRAMES))
     document = {
@@ -178,7 +171,7 @@ def render_report(
         "engine": msgspec.to_builtins(state.engine),
         "groups": _groups_document(state),
         "verdicts": list(what_to_change(state)),
-        "story": story(run.findings(state), run.elapsed_s),
+        "story": [story(run.findings(state), run.elapsed_s), reasons.answer],
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
         "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],
@@ -194,7 +187,7 @@ def render_report(
         "requests": [_values(each) for each in run.requests],
         "slowest": [[row.seq_id, row.label, row.why()] for row in slowest],
         "selected": sorted(selected),
-        "explain": _explain_document(run.explainer, make_decoder()),
+        "explain": _explain_document(reasons, make_decoder()),
     }
     return _page(f"pagedcli: {reader.path.name}", document)
 
@@ -263,28 +256,19 @@ def _values(row: ShownRow, use: str = "page") -> list[Any]:
     return [round(each, 6) if isinstance(each, float) else each for each in values_of(row, use).values()]
 
 
-def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, Any]:
-    lookups = explainer.lookups
-    if len(lookups) > MAX_LOOKUPS:
-        lookups = sorted(lookups, key=Lookup.num_lost_tokens, reverse=True)[:MAX_LOOKUPS]
+def _explain_document(reasons: Reasons, decode: Decode | None) -> dict[str, Any]:
+    lookups = reasons.lookups if len(reasons.lookups) <= MAX_LOOKUPS else reasons.lost()[:MAX_LOOKUPS]
+    totals = {name: reasons.totals(own=own) for name, own in (("first", False), ("own", True))}
     return {
-        "numLookups": len(explainer.lookups),
-        "longestSharedPrefix": explainer.longest_shared_prefix(),
+        "numLookups": len(reasons.lookups),
+        "longestSharedPrefix": reasons.longest_shared_prefix(),
         "reasonWords": REASON_WORDS,
-        "totals": {
-            "first": _totals_document(explainer.totals(own=False)), "own": _totals_document(explainer.totals(own=True)),
-        },
+        "partWords": PART_WORDS,
+        "totals": {name: {**dataclasses.asdict(each), "reasons": dict(each.reasons)} for name, each in totals.items()},
         "checkpointColumns": _headers(CheckpointRow),
-        "checkpoints": [_values(use, "table") for use in explainer.checkpoints[:MAX_LOOKUPS]],
+        "checkpoints": [_values(use, "table") for use in reasons.checkpoints[:MAX_LOOKUPS]],
         "saltColumns": _headers(SaltRow),
-        "salts": [
-            [*_values(row, "table")[:-1], percent_text(row.hit_rate)]
-            for row in hits_by_salt(explainer.lookups)[:MAX_LOOKUPS]
-        ],
+        "salts": [[*_values(row, "table")[:-1], percent_text(row.hit_rate)] for row in reasons.salts()[:MAX_LOOKUPS]],
         "lookupColumns": _headers(ExplainedLookup, "page"),
         "lookups": [_values(ExplainedLookup(lookup, decode)) for lookup in lookups],
-    }  # fmt: skip
-
-
-def _totals_document(totals: Totals) -> dict[str, Any]:
-    return {**dataclasses.asdict(totals), "reasons": dict(totals.reasons)}
+    }

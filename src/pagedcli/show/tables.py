@@ -8,17 +8,17 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from shutil import get_terminal_size
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from rich.cells import cell_len
 
 from pagedcli.printable import one_line, printable, printable_json, wrap_words
-from pagedcli.records import RIGHT, as_row, columns_of
 from pagedcli.records import Column as Column
+from pagedcli.records import as_row, columns_of
 from pagedcli.records import count as count
 from pagedcli.records import decimal as decimal
 from pagedcli.records import percent as percent
@@ -26,6 +26,7 @@ from pagedcli.records import size as size
 from pagedcli.records import text as text
 
 Row = Mapping[str, Any]
+ALL_HINT = "every table: --all"
 
 
 class Format(StrEnum):
@@ -50,36 +51,6 @@ class Table:
     notes: Sequence[str] = ()
     max_shown: int | None = None
     wrapped_at: int | None = None  # cells, for sentences in the last column, where the output itself has no width
-    texts: Sequence[Row] | None = None  # the rows as people read them; None: as their columns show them
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """A number with its name, what it is, and its unit: one line for people, a row for programs."""
-
-    name: str
-    what: str
-    value: float | None
-    unit: str
-    text: str  # the value as people read it
-    more: Mapping[str, Any] = field(default_factory=dict)  # what else the row says, e.g. low and high
-
-
-class _Line:
-    what: str
-    value: Annotated[str, RIGHT]
-
-
-def quantities(
-    key: str, title: str, values: Sequence[Quantity], *, header: str = "value", notes: Sequence[str] = ()
-) -> Table:
-    """Numbers of different units, one to a line. JSON and CSV have them as numbers."""
-    rows = [
-        {"name": each.name, "what": each.what, "value": each.value, "unit": each.unit, **each.more} for each in values
-    ]
-    texts = [{"what": each.what, "value": each.text} for each in values]
-    found = table(_Line, key, title, rows, headers={"value": header}, notes=notes)
-    return replace(found, texts=texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +244,7 @@ def shown_cells(table: Table) -> list[list[str]]:
     """The rows as text."""
     return [
         ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
-        for row in (table.rows if table.texts is None else table.texts)[: table.max_shown]
+        for row in table.rows[: table.max_shown]
     ]
 
 

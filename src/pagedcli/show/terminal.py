@@ -82,7 +82,7 @@ class ProgressLine:
     def show_now(self, text: str) -> None:
         """Show the text on a terminal, however recent the last one is."""
         if self._is_live:
-            _print(f"\r{text}\x1b[K")
+            _print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\x1b[K")
 
     def close(self) -> None:
         """Remove the line."""

@@ -15,8 +15,7 @@ from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 from pagedcli.simulation.requests import Chains, Request, Requests
-from pagedcli.simulation.run import simulate
-from pagedcli.simulation.settings import recorded_plan
+from pagedcli.simulation.run import recorded_plan, simulate
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold

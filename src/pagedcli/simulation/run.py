@@ -5,7 +5,7 @@ The engine core is the real one; its executor computes nothing.
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from pagedcli.batch.run import InWork
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.sampling_input import SamplingInput
@@ -25,6 +26,7 @@ from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.caches import Bools, Ints, num_warmup
 from pagedcli.simulation.requests import Request, Requests, early_ends, largest_output, synthetic_prefixes
+from pagedcli.trace.state import PoolState
 
 StepTime = Callable[[ScheduledStep, Scheduler], int]
 """Nanoseconds that a scheduled step takes."""
@@ -297,3 +299,14 @@ class _Driver:
         self.result.cached_tokens[index] = output.num_cached_tokens
         self.result.waited_s[index] = (admitted_ns - self._arrival_ns(self._requests[index])) / STEP_NS
         self.num_done += 1
+
+
+def recorded_plan(state: PoolState) -> Plan:
+    """The engine of a recorded run."""
+    started, slots = state.started, state.slots
+    limits = Limits.of(started)
+    if slots is not None:
+        limits = replace(
+            limits, num_state_slots=slots.num_slots, state_bytes=slots.slot_bytes, checkpoints=slots.policy
+        )
+    return Plan(limits=limits, model=started.model, device=started.device, block_bytes=started.block_bytes)

@@ -1,8 +1,13 @@
 """The tokens of unfinished sequences, where a run recorded them. Base of the views that need them."""
 
+from collections.abc import Callable
+
 import pagedcli.events as ev
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState
+
+# token ids -> their text
+Decode = Callable[[tuple[int, ...]], str]
 
 
 class TokenView(View):

@@ -9,7 +9,10 @@ from typing import Annotated
 from msgspec import UNSET
 
 import pagedcli.events as ev
+from pagedcli.errors import UsageError
 from pagedcli.trace.dispatch import Handler
+from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import TokenView
 from pagedcli.views.rows import tokens_in_block
@@ -181,3 +184,18 @@ class BlockLife(TokenView):
     def _drop_content(self, step: int | None) -> None:
         if self.contents and self.contents[-1].until is None:
             self.contents[-1].until = step
+
+
+def lived(reader: TraceReader, block_id: int, step: int | None) -> tuple[BlockLife, PoolState]:
+    """The block's life up to a step; None: to the end. Raises: UsageError if there is no such block or step."""
+    life = BlockLife(block_id)
+    folding = pool_fold(life)
+    for event in folding.steps(reader):
+        state = folding.state
+        if block_id >= state.num_blocks:
+            raise UsageError(f"there is no block {block_id}: {reader.path} has blocks 0 to {state.num_blocks - 1}")
+        if isinstance(event, ev.StepScheduled) and event.step == step:
+            return life, state
+    if step is not None:
+        raise UsageError(f"{reader.path} has no step {step}: the last one is {folding.state.step_number}")
+    return life, folding.state

@@ -1,49 +1,32 @@
-"""Why each prefix lookup hit or missed, and what an ideal cache would have saved: a view of PoolState.
+"""The prefix lookups of a run, and what became of the blocks that each one missed: a view of PoolState.
 
-Used by `pagedcli explain` and the report. Needs no tokens; with tokens recorded it also finds where prompts diverge.
+`answers.why` says in words what it finds. Needs no tokens; with tokens recorded it also finds where prompts diverge.
 """
 
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.core.prefixes import TOKEN_BYTES, TokenTree, token_bytes, token_ids_of
 from pagedcli.events import PrefixLookedUp
-from pagedcli.printable import percent_text, plural
-from pagedcli.records import Share, computed
+from pagedcli.records import computed
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
-from pagedcli.trace.seq_state import SeqState
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import TokenView
-from pagedcli.views.rows import Label, LookupRow, ShownRow
+from pagedcli.views.rows import Label, ShownRow
 
 Reason = Literal[
-    "all_hit", "evicted", "unfindable", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix",
-    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_checkpoint",
+    "all_hit", "evicted", "cleared", "restarted", "unfindable", "in_flight", "not_seen_before", "shorter_than_block",
+    "no_shared_prefix", "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known",
+    "no_checkpoint",
 ]  # fmt: skip
-
-REASON_WORDS: dict[Reason, str] = {
-    "all_hit": "every full block was cached",
-    "evicted": "the content had been cached, but was evicted",
-    "unfindable": "the content is in the pool, but the block indexed under its hash was evicted",
-    "in_flight": "another running sequence was still computing the same block",
-    "not_seen_before": "the next block had never been computed before",
-    "shorter_than_block": "the shared prefix is shorter than a block",
-    "no_shared_prefix": "no cached block matches the start of this prompt",
-    "different_salt": "the same tokens are cached under another cache_salt",
-    "no_full_block": "the prompt is shorter than a block",
-    "caching_off": ev.MISS_WORDS["caching_off"],
-    "hash_collision": "the block with this hash holds other tokens",
-    "not_known": "the sequence ended before it reached the missing block",
-    "no_checkpoint": "K and V of the next block are cached, but no checkpoint of the recurrent state",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +40,78 @@ class Divergence:
     shared_tail: tuple[int, ...]  # the last shared tokens
     own_next: tuple[int, ...]  # what follows here, empty at the end
     other_next: tuple[int, ...]  # what follows there
+    has_ids: bool = True  # whether these are token ids; else digests, which only tell that they differ
+
+
+_CONTEXT = 8  # tokens kept on each side of a divergence
+
+
+class Earlier:
+    """Sequences by their beginnings: the finder of the most similar earlier one."""
+
+    def __init__(self) -> None:
+        self._tree = PrefixTree()
+        self._known: dict[int, tuple[bytes, str, bool]] = {}  # tokens, label of the request, and whether it has a salt
+
+    def add(self, seq_id: int, tokens: bytes, label: str, *, salted: bool) -> None:
+        self._tree.add(tokens, seq_id)
+        self._known[seq_id] = (tokens, label, salted)
+
+    def diverge(self, tokens: bytes, *, has_ids: bool = True) -> Divergence | None:
+        """Where a sequence leaves the first of the earlier ones with the longest common beginning. `has_ids`: whether
+        its tokens are ids, not digests."""
+        if not self._known:
+            return None
+        found = self._tree.find(tokens)
+        seq_id = next(iter(self._known)) if found.owner is None else found.owner
+        other, label, salted = self._known[seq_id]
+        place, around = found.num_tokens * TOKEN_BYTES, _CONTEXT * TOKEN_BYTES
+        return Divergence(
+            num_shared_tokens=found.num_tokens,
+            other_seq_id=seq_id,
+            other_label=label,
+            other_salted=salted,
+            shared_tail=tuple(token_ids_of(tokens[max(0, place - around) : place])),
+            own_next=tuple(token_ids_of(tokens[place : place + around])),
+            other_next=tuple(token_ids_of(other[place : place + around])),
+            has_ids=has_ids,
+        )
+
+
+Content = TypeVar("Content")
+
+
+class Ghosts(Generic[Content]):
+    """Contents that were evicted and are not back, in the order of their evictions."""
+
+    def __init__(self) -> None:
+        self._of: dict[Content, tuple[int, int | None, int | None]] = {}  # place in the order, step, block
+        self._places = array("Q")  # rising
+        self._num_places = 0
+
+    def add(self, content: Content, step: int | None, block_id: int | None = None) -> bool:
+        """The content has left the cache. Returns whether it was there."""
+        if content in self._of:
+            return False
+        self._of[content] = self._num_places, step, block_id
+        self._places.append(self._num_places)
+        self._num_places += 1
+        return True
+
+    def drop(self, content: Content) -> None:
+        """The content is back, if it was away."""
+        ghost = self._of.pop(content, None)
+        if ghost is not None:
+            del self._places[bisect_left(self._places, ghost[0])]
+
+    def find(self, content: Content) -> tuple[int | None, int | None, int] | None:
+        """The step and block of its eviction, and how many contents have left since, it included, and are not back:
+        an LRU cache with as many more blocks would still have it. None: it is no ghost."""
+        ghost = self._of.get(content)
+        if ghost is None:
+            return None
+        place, step, block_id = ghost
+        return step, block_id, 1 + len(self._places) - bisect_right(self._places, place)
 
 
 @dataclass(slots=True)
@@ -74,7 +129,7 @@ class Lookup:
     # leading tokens whose K and V are cached, of a model with recurrent state, which allowed less; None: other models
     kv_tokens: int | None = None
     reason: Reason = "not_known"
-    evicted_step: int | None = None  # step in which the first missing block was evicted
+    evicted_step: int | None = None  # step in which the first missing block was evicted, or dropped otherwise
     evicted_block_id: int | None = None
     evicted_for: str | None = None  # what a person calls the request that needed its room
     wanted_step: int | None = None  # step of the last lookup that missed the same block
@@ -87,6 +142,7 @@ class Lookup:
     late_tokens_hit: int = 0  # tokens that this saved
     divergence: Divergence | None = None
     salt: str | None = None  # number of its cache_salt; None: it has none, or the trace does not name it
+    unit: str = "step"  # what steps are counts of: messages, of a server's events
 
     @property
     def label(self) -> str:
@@ -144,29 +200,6 @@ class Lookup:
         """Tokens computed although an unlimited cache would have found them."""
         return max(0, self.ideal_tokens_hit - self.tokens_hit)
 
-    def why(self) -> str:
-        """The reason as text, with numbers."""
-        event, words = self.event, REASON_WORDS[self.reason]
-        if self.num_late:
-            later = "was" if self.late_tokens_hit == 1 else "were"
-            words += f"; {plural(self.late_tokens_hit, 'token')} {later} reused later from another sequence"
-        if self.reason == "all_hit":
-            if event.tokens_hit < event.blocks_hit * self.block_size:
-                return f"{words}; the last token is always computed: its logits give the next token"
-            return words
-        if self.reason == "evicted":
-            more = self.num_more_blocks
-            would = "" if more is None else f"; keeping it would take at least {plural(more, 'more block')}"
-            return f"{words} at step {self.evicted_step}{would}"
-        if self.reason == "no_checkpoint":
-            last = f"the last one is at {event.tokens_hit:,}" if event.tokens_hit else "there is none"
-            return f"{self.kv_tokens:,} tokens of K and V are cached, but a checkpoint of the state is needed: {last}"
-        if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
-            return f"{words}: {plural(event.partial_tokens, 'more token')} shared, a block is {self.block_size}"
-        if self.reason == "no_shared_prefix" and self.salted:
-            return f"{words} (under its cache_salt)"
-        return words
-
 
 @dataclass(slots=True)
 class Totals:
@@ -220,60 +253,6 @@ class Totals:
             self.first_seen_shared += min(lookup.num_further_tokens, size)
 
 
-Decode = Callable[[tuple[int, ...]], str]
-
-
-def divergence_text(split: Divergence, decode: Decode | None) -> str:
-    """`first divergence at token 3: earlier "... b c" vs prompt "... b d"`; token ids where they cannot be decoded."""
-
-    def shown(token_ids: tuple[int, ...]) -> str:
-        ids = split.shared_tail + token_ids
-        text = str(list(ids)) if decode is None else f'"{decode(ids)}"'
-        return text if token_ids else f"{text} (its end)"
-
-    if not split.own_next and not split.other_next:
-        return f"all of {plural(split.num_shared_tokens, 'token')} match request {split.other_label}"
-    return (
-        f"first divergence at token {split.num_shared_tokens}: earlier {shown(split.other_next)} "
-        f"(request {split.other_label}) vs prompt {shown(split.own_next)}"
-    )
-
-
-class ExplainedLookup(LookupRow):
-    """A lookup with its outcome."""
-
-    USES: ClassVar = {
-        "json": "step seq_id request_id row_id label kind num_tokens blocks_asked blocks_hit tokens_hit"
-        " ideal_tokens_hit lost_tokens first_miss reason why evicted_step"
-        " evicted_block_id evicted_for num_more_blocks partial_tokens disk_tokens divergence",
-        "table": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit first_miss"
-        " lost_tokens why",
-        "page": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit reason why"
-        " divergence",
-        "nowhere": "own missing_hash miss_reason shared_tokens",
-    }
-
-    step: int | None
-    kind: Annotated[str, lambda kind: "later" if kind == "own" else kind]
-    ideal_tokens_hit: Annotated[int, "ideal tokens"]
-    lost_tokens: Annotated[int, "tokens lost"] = computed(lambda row: row.lookup.num_lost_tokens())
-    why: Annotated[str, "why it ended there"] = computed(lambda row: row.lookup.why())
-    evicted_step: int | None
-    evicted_block_id: int | None
-    evicted_for: str | None
-    num_more_blocks: int | None
-    divergence: str | None
-
-    def __init__(self, lookup: Lookup, decode: Decode | None) -> None:
-        ShownRow.__init__(self, lookup, lookup.event)
-        self.lookup = lookup
-        split = None if lookup.reason == "caching_off" else lookup.divergence  # None where it costs nothing
-        self.divergence = None if split is None else divergence_text(split, decode)
-
-
-_CONTEXT = 8  # tokens kept on each side of a divergence
-
-
 class CheckpointRow(ShownRow):
     """A checkpoint of recurrent state, and what it was good for."""
 
@@ -299,39 +278,26 @@ class CheckpointRow(ShownRow):
         self.dropped_step: int | None = None  # None: it was never dropped
 
 
-class SaltRow(ShownRow):
-    """The first lookups of the requests of one cache_salt."""
-
-    USES: ClassVar = {"table": "salt label num_lookups num_tokens tokens_hit hit_rate"}
-
-    salt: Annotated[str, "cache_salt"]
-    label: Annotated[str, "first request"]
-    num_lookups: int
-    num_tokens: int
-    tokens_hit: int
-    hit_rate: Annotated[Share, "hit rate"] = computed(lambda row: row.tokens_hit / max(1, row.num_tokens))
-
-    def __init__(self, salt: str, label: str) -> None:
-        super().__init__()
-        self.salt, self.label = salt, label
-        self.num_lookups = self.num_tokens = self.tokens_hit = 0
+# parts of Totals that an unlimited cache would have found -> what became of these tokens
+LOSS_WORDS = {
+    "evicted": "evicted before reuse",
+    "in_flight": "computed by two sequences at once",
+    "vetoed": "cached without a checkpoint of the recurrent state",
+}
 
 
-def hits_by_salt(lookups: list[Lookup]) -> list[SaltRow]:
-    """The hit rate of each cache_salt, that of the most tokens first; empty if no request has one."""
-    rows: dict[str | None, SaltRow] = {}
+def totals_of(lookups: Iterable[Lookup], *, own: bool) -> Totals:
+    """Totals of the requests' first lookups, or of those that repeat their own request (SeqState.repeats)."""
+    totals = Totals()
     for lookup in lookups:
-        if lookup.own:
-            continue
-        row = rows.get(lookup.salt)
-        if row is None:
-            name = lookup.salt or ("not named in this trace" if lookup.salted else "none")
-            row = rows[lookup.salt] = SaltRow(name, lookup.label)
-        row.num_lookups += 1
-        row.num_tokens += lookup.event.num_tokens
-        row.tokens_hit += lookup.tokens_hit
-    salted = any(salt is not None for salt in rows)
-    return sorted(rows.values(), key=lambda row: -row.num_tokens) if salted else []
+        if lookup.own == own:
+            totals.add(lookup)
+    return totals
+
+
+def longest_shared_prefix(lookups: Iterable[Lookup]) -> int:
+    """Tokens, over all first lookups."""
+    return max((lookup.num_shared_tokens for lookup in lookups if not lookup.own), default=0)
 
 
 class Explainer(TokenView):
@@ -354,33 +320,17 @@ class Explainer(TokenView):
         self._checkpoint_in: dict[int, CheckpointRow] = {}  # the checkpoints by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
-        self._ghosts: dict[int, tuple[int, int | None, int]] = {}  # hash -> place in _evictions, step, block
+        self._ghosts: Ghosts[int] = Ghosts()  # by hash
         self._evicted: list[int] = []  # hashes of the blocks that are evicted for the next allocation
         self._culprits: dict[int, str] = {}  # hash -> label of the request that its block was evicted for
         self._missed: dict[int, list[Lookup]] = {}  # hash -> lookups that missed it after its eviction
-        self._evictions = array("Q")  # places of the ghosts, rising
-        self._num_evictions = 0  # places so far
-        self._tree = TokenTree()
-        # sequences with tokens: all of them so far, what a person calls the request, and whether it has a salt
-        self._earlier: dict[int, tuple[bytes, str, bool]] = {}
+        self._earlier = Earlier()  # sequences with tokens: all of them so far
         self._hashes: dict[int, tuple[int | None, ...]] = {}  # hashes of the blocks of finished sequences with tokens
 
     def finish(self) -> None:
         """Settle the lookups whose blocks were never computed."""
         for seq_id in list(self._pending):
             self._settle(seq_id)
-
-    def totals(self, *, own: bool) -> Totals:
-        """Totals of the requests' first lookups, or of those that repeat their own request (SeqState.repeats)."""
-        totals = Totals()
-        for lookup in self.lookups:
-            if lookup.own == own:
-                totals.add(lookup)
-        return totals
-
-    def longest_shared_prefix(self) -> int:
-        """Tokens, over all first lookups."""
-        return max((lookup.num_shared_tokens for lookup in self.lookups if not lookup.own), default=0)
 
     # ------------------------------------------------------------------ events
 
@@ -430,8 +380,8 @@ class Explainer(TokenView):
         self.lookups.append(lookup)
         if not own and event.seq_id in self._token_ids:
             tokens = token_bytes(self._token_ids[event.seq_id])
-            lookup.divergence = self._diverge(tokens)
-            self._remember(tokens, seq)
+            lookup.divergence = self._earlier.diverge(tokens)
+            self._earlier.add(seq.seq_id, tokens, seq.label, salted=seq.salted)
         if event.miss_reason is None:
             lookup.reason = "all_hit"
         elif event.miss_reason != "no_match":
@@ -450,9 +400,9 @@ class Explainer(TokenView):
             lookup.reason = "hash_collision"
         elif self._num_copies.get(missing):
             lookup.reason = "unfindable"
-        elif (ghost := self._ghosts.get(missing)) is not None:
+        elif (ghost := self._ghosts.find(missing)) is not None:
             lookup.reason = "evicted"
-            _, lookup.evicted_step, lookup.evicted_block_id = ghost
+            lookup.evicted_step, lookup.evicted_block_id, num_since = ghost
             lookup.evicted_for = self._culprits.get(missing)
             missed = self._missed.setdefault(missing, [])
             missed.append(lookup)
@@ -461,9 +411,7 @@ class Explainer(TokenView):
             if state.engine is not None and state.engine.eviction == "lru":
                 # a pool with m more blocks still holds the m contents evicted last, and those displaced by copies
                 num_displaced = state.num_full_blocks - len(state.hash_to_block_id)
-                lookup.num_more_blocks = max(
-                    1, 1 + len(self._evictions) - bisect_right(self._evictions, ghost[0]) - num_displaced
-                )
+                lookup.num_more_blocks = max(1, num_since - num_displaced)
         elif self._is_cached_under_another_salt(lookup, state):
             lookup.reason = "different_salt"
 
@@ -504,20 +452,15 @@ class Explainer(TokenView):
         """A block has this content from now on."""
         self._first_seen.setdefault(block_hash, (state.num_events, seq_id))
         self._num_copies[block_hash] = self._num_copies.get(block_hash, 0) + 1
-        ghost = self._ghosts.pop(block_hash, None)
-        if ghost is not None:
-            self._missed.pop(block_hash, None)
-            del self._evictions[bisect_left(self._evictions, ghost[0])]
+        self._ghosts.drop(block_hash)
+        self._missed.pop(block_hash, None)
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self._num_copies[event.hash] -= 1
         if not self._num_copies[event.hash]:
             del self._num_copies[event.hash]
-        if event.hash not in state.hash_to_block_id and event.hash not in self._ghosts:
-            self._ghosts[event.hash] = self._num_evictions, state.step_number, event.block_id
+        if event.hash not in state.hash_to_block_id and self._ghosts.add(event.hash, state.step_number, event.block_id):
             self._evicted.append(event.hash)
-            self._evictions.append(self._num_evictions)
-            self._num_evictions += 1
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
         """The sequence that takes the blocks is the one that they were evicted for, in older traces, too."""
@@ -541,7 +484,7 @@ class Explainer(TokenView):
             seq = state.finished[event.seq_id]
             self._hashes[event.seq_id] = _hashes(seq.block_table, state)
             if event.num_output_tokens:
-                self._remember(token_bytes(token_ids), seq)
+                self._earlier.add(seq.seq_id, token_bytes(token_ids), seq.label, salted=seq.salted)
         super().on_request_finished(event, state)
 
     # ------------------------------------------------------------------ parts
@@ -595,59 +538,6 @@ class Explainer(TokenView):
             hashes = _hashes(other.block_table, state)
         found = hashes[index] if index < len(hashes) else None
         return found is not None and found != event.missing_hash and found in state.hash_to_block_id
-
-    def _diverge(self, tokens: bytes) -> Divergence | None:
-        """Where the sequence parts from the first of the earlier ones with the longest common beginning."""
-        if not self._earlier:
-            return None
-        found = self._tree.find(tokens)
-        seq_id = next(iter(self._earlier)) if found.owner is None else found.owner
-        other, label, salted = self._earlier[seq_id]
-        place, around = found.num_tokens * TOKEN_BYTES, _CONTEXT * TOKEN_BYTES
-        return Divergence(
-            num_shared_tokens=found.num_tokens,
-            other_seq_id=seq_id,
-            other_label=label,
-            other_salted=salted,
-            shared_tail=tuple(token_ids_of(tokens[max(0, place - around) : place])),
-            own_next=tuple(token_ids_of(tokens[place : place + around])),
-            other_next=tuple(token_ids_of(other[place : place + around])),
-        )
-
-    def _remember(self, tokens: bytes, seq: SeqState) -> None:
-        self._tree.add(tokens, seq.seq_id)
-        self._earlier[seq.seq_id] = (tokens, seq.label, seq.salted)
-
-
-def lookup_story(lookup: Lookup) -> str:
-    """What a lookup found and why it ended there, in sentences."""
-    event, size = lookup.event, lookup.block_size
-    when = "" if lookup.step is None else f" at step {lookup.step:,}"
-    if lookup.reason == "caching_off":
-        were_computed = f"its {plural(event.num_tokens, 'token')} {'was' if event.num_tokens == 1 else 'were'} computed"
-        began = f"Request {lookup.label} (seq {lookup.seq_id}) began{when} without a prefix lookup"
-        return f"{began}, as prefix caching is off: {were_computed}."
-    whose = "looked up again what it had" if lookup.own else "looked up its prompt"
-    share = percent_text(lookup.tokens_hit / event.num_tokens) if event.num_tokens else "nothing"
-    said = (
-        f"Request {lookup.label} (seq {lookup.seq_id}) {whose}{when}: {lookup.tokens_hit:,} of"
-        f" {plural(event.num_tokens, 'token')} ({share}) came from the cache"
-    )
-    if lookup.reason != "evicted" or event.first_miss is None:
-        return f"{said}. Why it ended there: {lookup.why()}."
-    first = event.first_miss * size
-    culprit = "" if lookup.evicted_for is None else f" to make room for request {lookup.evicted_for}"
-    last = (
-        f"; the last lookup that wanted it came at step {lookup.wanted_step:,}"
-        if lookup.wanted_step is not None
-        else ""
-    )
-    more = lookup.num_more_blocks
-    kept = "" if more is None else f" {plural(more, 'more block')} would have kept it."
-    return (
-        f"{said}. The block of tokens {first:,} to {first + size - 1:,} had been cached in block"
-        f" {lookup.evicted_block_id}, but was evicted at step {lookup.evicted_step}{culprit}{last}.{kept}"
-    )
 
 
 def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None, ...]:

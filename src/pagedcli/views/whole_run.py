@@ -16,9 +16,8 @@ from pagedcli.events import Event
 from pagedcli.printable import percent_text, plural, seconds_text
 from pagedcli.records import Seconds, computed
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.seq_state import SeqState, Status
-from pagedcli.trace.state import PoolState
-from pagedcli.views.explain import Explainer, Totals
+from pagedcli.trace.state import PoolState, SeqState, Status
+from pagedcli.views.explain import LOSS_WORDS, Explainer, Totals, longest_shared_prefix, totals_of
 from pagedcli.views.rows import Label, SeqId, ShownRow
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
 from pagedcli.views.words import accepted_words, again_words
@@ -116,13 +115,12 @@ class Findings:
 
     def lost(self) -> list[tuple[int, str]]:
         """Shared tokens that were computed again, and why, largest first."""
-        in_flight, evicted = "in flight in another sequence at the lookup", "evicted before their next use"
-        losses, facts = self.losses, self.facts
+        losses, facts, in_flight = self.losses, self.facts, LOSS_WORDS["in_flight"]
         known = [(facts.num_partial_tokens, "shared, but less than a block")]
         if losses is not None:
-            known += [(losses.evicted, evicted), (losses.in_flight, in_flight)]
+            known += [(losses.evicted, LOSS_WORDS["evicted"]), (losses.in_flight, in_flight)]
         else:
-            either = "evicted, or in flight in another sequence" if facts.num_evictions else in_flight
+            either = f"{LOSS_WORDS['evicted']}, or {in_flight}" if facts.num_evictions else in_flight
             known.append((max(0, facts.num_ideal_tokens - facts.num_cached_tokens), either))
         return sorted(((count, words) for count, words in known if count), reverse=True)
 
@@ -164,36 +162,15 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
     return lines
 
 
-def story(findings: Findings, elapsed_s: float) -> list[str]:
-    """Sentences: what ran, and what the cache did."""
+def story(findings: Findings, elapsed_s: float) -> str:
+    """What ran, in a sentence."""
     facts = findings.facts
     ran = (
         f"{plural(facts.num_sequences, 'sequence')} generated {plural(facts.num_generated_tokens, 'token')} in "
         f"{plural(facts.num_steps, 'step')} and {seconds_text(elapsed_s)}, with at most "
         f"{percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool in use"
     )
-    if facts.num_drafted_tokens:
-        ran += f"; {accepted_words(facts.num_accepted_tokens, facts.num_drafted_tokens)}"
-    cache = "Prefix caching was off"
-    if facts.prefix_caching:
-        cache = "No prefix was looked up"
-        if facts.num_prompt_tokens:
-            found = percent_text(facts.num_cached_tokens / facts.num_prompt_tokens)
-            ideal = percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)
-            lost = ", ".join(f"{_were(count)} {words}" for count, words in findings.lost())
-            cache = f"The prefix cache found {found} of the prompt tokens{_on_disk(facts)}, "
-            cache += f"an unlimited one{' and the prefix store' * bool(facts.num_disk_tokens)} would have found {ideal}"
-            cache += f" ({lost})" if lost else ""
-    again = ""
-    if facts.num_preemptions:
-        again = (
-            f"; {_were(facts.num_recomputed_tokens)} computed again after {plural(facts.num_preemptions, 'preemption')}"
-        )
-    return [f"{ran}.", f"{cache}{again}."]
-
-
-def _were(num_tokens: int) -> str:
-    return f"{plural(num_tokens, 'token')} {'was' if num_tokens == 1 else 'were'}"
+    return f"{ran}."
 
 
 def _prefix_text(findings: Findings) -> str:
@@ -203,13 +180,6 @@ def _prefix_text(findings: Findings) -> str:
         f"longest shared {plural(facts.longest_shared, 'token')} = {blocks} of {facts.block_size}; "
         f"ceiling {percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)} of the prompt tokens "
         f"({_ideal_cache(findings)})"
-    )
-
-
-def _on_disk(facts: RunFacts) -> str:
-    """The part of the hits that was read from a prefix store."""
-    return (
-        f" ({percent_text(facts.num_disk_tokens / facts.num_prompt_tokens)} on disk)" if facts.num_disk_tokens else ""
     )
 
 
@@ -345,13 +315,13 @@ class WholeRun(View):
 
     def findings(self, state: PoolState) -> Findings:
         """What the run says about its cache."""
-        first, facts = self.explainer.totals(own=False), self.stats.facts
+        first, facts = totals_of(self.explainer.lookups, own=False), self.stats.facts
         if not self.stats.num_compared and state.started.enable_prefix_caching:  # an older trace: what its blocks show
             facts = replace(
                 facts,
                 num_ideal=first.ideal,
                 num_partial_tokens=first.first_seen_shared + first.last_block_shared,
-                longest_shared=self.explainer.longest_shared_prefix(),
+                longest_shared=longest_shared_prefix(self.explainer.lookups),
             )
         return Findings(facts, first)
 

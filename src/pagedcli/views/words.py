@@ -78,6 +78,11 @@ def seq_name(state: PoolState, seq_id: int) -> str:
     return f"seq {seq_id}" if seq is None or seq.row_id is None else f"seq {seq_id} ({one_line(seq.row_id)})"
 
 
+def when(step: int | None, at: str = "at ") -> str:
+    """`at step 3`, or `before the first step`."""
+    return "before the first step" if step is None else f"{at}step {step}"
+
+
 def describe(event: ev.Event, step: int | None, state: PoolState) -> str | None:
     """The event as text, starting with `step N`. None for events of every step."""
     words = event_words(event, state)

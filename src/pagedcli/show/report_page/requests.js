@@ -43,14 +43,13 @@ function shareCell(part, whole) {
 const QUOTED = ["hit", "late_hit", "evicted", "in_flight"];  // rows whose figures the sentences at the top have, with the ceiling
 function drawTotals() {
   const { first, own } = data.explain.totals;
-  const parts = [["hit", "hit"], ["late_hit", "hit later: meanwhile computed by another sequence"], ["evicted", "lost: evicted before the lookup"],
-    ["in_flight", "lost: in flight in another sequence"], ["first_seen", "seen for the first time"], ["last_block", "after the last full block"],
-    ["last_token", "last token of a prompt cached in full"], ["caching_off", "prefix caching is off"], ["not_known", "unknown: the sequence ended first"]];
+  const words = data.explain.partWords;
+  const parts = Object.entries(words).filter(([key]) => !["num_tokens", "ideal"].includes(key));
   const cells = (words, key) => [words, first[key], shareCell(first[key], first.num_tokens), own[key], shareCell(own[key], own.num_tokens)];
   const classOf = key => QUOTED.includes(key) ? "quoted" : "";
   const rows = parts.filter(([key]) => key === "hit" || first[key] || own[key]).map(([key, words]) => ({ className: classOf(key), cells: cells(words, key) }));
-  rows.push({ className: "strong", cells: cells("all tokens looked up", "num_tokens") });
-  rows.push({ className: "strong quoted", cells: cells("ceiling: unlimited cache, every block computed once", "ideal") });
+  rows.push({ className: "strong", cells: cells(words.num_tokens, "num_tokens") });
+  rows.push({ className: "strong quoted", cells: cells(words.ideal, "ideal") });
   table("totals", [["tokens that were", false], ["tokens, first lookups", true], ["share", false], ["tokens, later lookups (preempted, n > 1)", true], ["share", false]], rows);
   const longest = data.explain.longestSharedPrefix;
   const sizes = [...new Set([engine.block_size, 16, 256])].sort((a, b) => a - b);

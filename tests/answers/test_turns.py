@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pagedcli.simulation.turns import Turns, in_turns, pass_s
+from pagedcli.answers.turns import Turns, in_turns, pass_s
 
 
 def machine(saving, *, seed, noise=0.02, load=None):

@@ -11,7 +11,7 @@ from pagedcli.planning.step_time import TimeKey, load_step_time
 from pagedcli.simulation.requests import Request, Requests, RowOutput, request_of
 
 if TYPE_CHECKING:
-    from pagedcli.simulation.settings import Subject
+    from pagedcli.answers.settings import Subject
 
 _MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they diverge: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
@@ -60,7 +60,7 @@ class ServedRequests:
     def subject(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None) -> "Subject | None":
         """The run, with the time of its steps by `key`; None: there were beam searches, or too many tokens. Rows of a
         run with --reorder prefix have come in that order."""
-        from pagedcli.simulation.settings import Subject  # delays the first row of a run otherwise
+        from pagedcli.answers.settings import Subject  # delays the first row of a run otherwise
 
         if self._is_too_much:
             return None

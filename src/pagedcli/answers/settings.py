@@ -18,7 +18,7 @@ from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.requests import Request, Requests, largest_output
-from pagedcli.simulation.run import Schedule
+from pagedcli.simulation.run import Schedule, recorded_plan
 from pagedcli.trace.state import PoolState
 
 CACHING, ORDER = "engine.enable_prefix_caching", "run.reorder"
@@ -98,17 +98,6 @@ def recorded_subject(workload: Requests, state: PoolState) -> Subject | None:
     if workload.num_left_out:
         return None
     return Subject(workload, recorded_plan(state), may_reorder=in_order(workload), step_time=timed_of(state))
-
-
-def recorded_plan(state: PoolState) -> Plan:
-    """The engine of a recorded run."""
-    started, slots = state.started, state.slots
-    limits = Limits.of(started)
-    if slots is not None:
-        limits = replace(
-            limits, num_state_slots=slots.num_slots, state_bytes=slots.slot_bytes, checkpoints=slots.policy
-        )
-    return Plan(limits=limits, model=started.model, device=started.device, block_bytes=started.block_bytes)
 
 
 def timed_of(state: PoolState) -> StepTime | None:

@@ -8,15 +8,18 @@ import numpy as np
 
 from pagedcli.answers.hits import Found, Hits
 from pagedcli.core.eviction import POLICIES
-from pagedcli.printable import plural
+from pagedcli.core.plan import Plan
+from pagedcli.printable import percent_text, plural
 from pagedcli.records import Bytes, Means, Seconds, count, percent, size
 from pagedcli.show import pages
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import Area, Drawn, Picture, Shape, Swatch, draw, legend
 from pagedcli.show.tables import Table, table
 from pagedcli.simulation.caches import Accesses, best_hits
+from pagedcli.simulation.requests import Requests
 from pagedcli.simulation.run import Schedule
 
+_MOST_BAD = 5  # bad lines that are named
 Rate = Annotated[float | None, percent]
 
 
@@ -119,6 +122,49 @@ def pool_table(
         waiting = f"mean {'time' if timed else 'steps'} from arrival to the first step that computes a request"
         notes = [notes[0], f"waiting: {waiting}", *notes[1:]]
     return table(Point, "pools", title, rows, " ".join(columns), notes=notes)
+
+
+def pools_notes(requests: Requests, found: Hits, windows: tuple[int | None, ...], warmup: float) -> list[str]:
+    """What a reader of the table has to know of this trace and these runs."""
+    notes = [f"bad line {bad.place}: {bad.reason}" for bad in requests.bad_lines[:_MOST_BAD]]
+    if requests.num_bad > _MOST_BAD:
+        notes.append(f"and {requests.num_bad - _MOST_BAD:,} more bad lines; --format json lists the first ones")
+    ideal = percent_text(found.ideal_hit_rate)
+    if ideal != percent_text(found.unlimited.hit_rate):
+        notes.append(f"if requests came one at a time, an unlimited cache would find {ideal}")
+    if warmup:
+        notes.append(f"the first {warmup:.0%} of the requests fill the cache uncounted")
+    if any(window is not None for window in windows):
+        notes.append(
+            f"the layers form {len(windows)} groups, each with blocks of its own; best: an upper bound, as if layers"
+            " with a window needed no blocks"
+        )
+    return [*notes, *requests.notes]
+
+
+def simulation_facts(
+    requests: Requests, accesses: Accesses, plan: Plan, found: Hits, block_bytes: int | None
+) -> dict[str, Any]:
+    """What JSON says besides the pools."""
+    return {
+        "format": requests.format,
+        "num_requests": len(requests.requests),
+        "num_bad_lines": requests.num_bad,
+        "bad_lines": [{"place": bad.place, "reason": bad.reason} for bad in requests.bad_lines],
+        "notes": requests.notes,
+        "num_prompt_tokens": requests.num_prompt_tokens,
+        "num_output_tokens": sum(request.num_output_tokens or 1 for request in requests.requests),
+        "span_s": requests.requests[-1].arrival_s,
+        "block_size": plan.limits.block_size,
+        "block_bytes": block_bytes,
+        "num_blocks": len(accesses.blocks),
+        "num_unique_blocks": accesses.num_unique * len(plan.limits.groups),
+        "windows": list(plan.limits.windows),
+        "ideal_hit_rate": found.ideal_hit_rate,
+        "unlimited_hit_rate": found.unlimited.hit_rate,
+        "enough": found.document(),
+        "tried": [{"num_blocks": each.num_blocks, "hit_rate": each.hit_rate} for each in found.tried],
+    }
 
 
 def curve_table(found: Hits, block_bytes: int | None) -> Table:

@@ -1,40 +1,28 @@
-"""The figures of a KV event state under plain keys, and its tables, for `attach` and for recordings."""
+"""The figures of a KV event state under plain keys, its tables and its page, for `attach` and for recordings."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from msgspec import UNSET, UnsetType
-
+from pagedcli.answers.why import Reasons, why_of_server
+from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import (
-    Cause,
-    CurvePoint,
-    Decode,
-    PrefixTree,
-    Shape,
-    Shapes,
-    branch_label,
-    largest_branches,
-    near_twins,
-    text_around,
-)
-from pagedcli.kvevents.verdict import verdict
-from pagedcli.printable import plural
-from pagedcli.records import Means, Share, as_row, columns_of, computed, number
+from pagedcli.kvevents.tree import Cause, CurvePoint, PrefixTree, Shape, Shapes, branch_label, largest_branches
+from pagedcli.printable import one_line, plural
+from pagedcli.records import Means, Share, number
+from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
+from pagedcli.show.why_tables import salts_tables, server_tables
+from pagedcli.trace.tokens import Decode
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
 
 Row = dict[str, Any]
-CAUSES: dict[Cause, str] = {
-    "evicted": "evicted to make room for other blocks",
-    "cleared": "the whole cache was reset",
-    "restarted": "the publisher restarted with an empty cache",
-}
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
-_MOST_BRANCHES, _MOST_TWINS, _MOST_TREES, _MOST_CACHES = 12, 8, 8, 50
+_MOST_BRANCHES, _MOST_TREES, _MOST_CACHES = 12, 8, 50
 
 
 def medium_class(medium: str) -> str:
@@ -42,96 +30,78 @@ def medium_class(medium: str) -> str:
     return next((name for start, name in _MEDIUM_CLASSES.items() if medium.startswith(start)), "storage")
 
 
-def _read(read: Callable[[KVState], Any]) -> Any:
-    def value(figures: "Figures") -> Any:
-        return read(figures.state)
-
-    return computed(value)
-
-
-def _total(name: str) -> Any:
-    return _read(lambda state: state.total(name))
-
-
-def _again(cause: Cause) -> Any:
-    return _read(lambda state: sum(tree.num_again[cause] for tree in state.trees))
-
-
-def _checks(name: str) -> Any:
-    return _read(lambda state: sum(getattr(each.sequence, name) for each in state.publishers.values()))
-
-
-class Figures:
-    """Counts over all publishers. Blocks are counted per cache group; a rate or a median of nothing is None."""
-
-    def __init__(self, state: KVState) -> None:
-        self.state = state
-
-    duration_s: Annotated[float | None, "seconds watched"] = _read(lambda state: state.seconds)
-    num_messages: int = _read(lambda state: state.num_messages)
-    num_batches: int = _read(lambda state: state.num_batches)
-    num_events: int = _read(lambda state: state.num_events)
-    num_resident_blocks: Annotated[int, "blocks resident now"] = _read(lambda state: state.num_resident)
-    num_resident_tokens: Annotated[int, "tokens resident now"] = _read(lambda state: num_resident_tokens(state))
-    peak_resident_blocks: Annotated[int, "blocks resident at most"] = _read(lambda state: state.history.peak_resident)
-    num_unique_blocks: Annotated[int, "different blocks"] = _total("num_unique")
-    num_stored_blocks: Annotated[int, "blocks stored"] = _total("num_stored")
-    num_removed_blocks: Annotated[int, "blocks removed"] = _total("num_removed")
-    num_blocks_stored_again: Annotated[int, "blocks stored again after removal (churn)"] = _read(
-        lambda state: sum(sum(tree.num_again.values()) for tree in state.trees)
-    )
-    num_blocks_stored_again_evicted: int = _again("evicted")
-    num_blocks_stored_again_cleared: int = _again("cleared")
-    num_blocks_stored_again_restarted: int = _again("restarted")
-    num_tokens_computed_twice: Annotated[int, "tokens computed twice for that"] = _total("num_tokens_again")
-    num_blocks_stored_again_alone: Annotated[
-        int, "of these blocks, stored alone: may be answers generated again"
-    ] = _read(lambda state: state.num_again_alone)  # fmt: skip
-    num_more_copies: int = _total("num_more_copies")
-    num_cleared: int = _read(lambda state: state.num_cleared)
-    median_pause_s: Annotated[float | None, "seconds they were gone, median"] = _read(
-        lambda state: state.median_of("pauses_s")
-    )
-    median_lifetime_s: Annotated[float | None, "seconds a block stays, median of the last evicted"] = _read(
-        lambda state: state.median_of("lifetimes_s")
-    )
-    stored_blocks_per_s: float = _read(lambda state: state.rates()[0])
-    removed_blocks_per_s: float = _read(lambda state: state.rates()[1])
-    num_gaps: Annotated[int, "gaps in the stream"] = _checks("num_gaps")
-    num_missed_messages: int = _checks("num_missed")
-    num_repeated_messages: int = _checks("num_repeated")
-    num_restarts: Annotated[int, "restarts of a publisher"] = _checks("num_restarts")
-    num_reconnects: Annotated[int, "connections lost"] = _read(lambda state: state.num_reconnects)
-    num_malformed: Annotated[int, "malformed messages or events"] = _read(lambda state: state.num_malformed)
-    num_unknown_removals: Annotated[int, "removals of blocks never seen"] = _total("num_unknown_removals")
-    num_forgotten_blocks: int = _read(lambda state: state.history.num_forgotten)
-    num_blocks_over_limit: int = _total("num_refused")
-    unknown_event_types: dict[str, int] = _read(lambda state: dict(state.unknown_types))
-    unknown_fields: dict[str, int] = _read(lambda state: dict(state.unknown_fields))
-    field_values: dict[str, int] = _read(
-        lambda state: {f"{name}={value}": num for (name, value), num in state.field_values.items()}
-    )
-    first_sequence_numbers: dict[str, int | None] = _read(
-        lambda state: {each.name: each.sequence.first_seq for each in state.publishers.values()}
-    )
-    notes: list[str] = _read(lambda state: list(state.notes))
+def facts(state: KVState) -> Row:
+    """All figures by name, over all publishers. Blocks are counted per cache group; a rate or a median of nothing is
+    None."""
+    checks = [each.sequence for each in state.publishers.values()]
+    again: dict[str, int] = {cause: sum(tree.num_again[cause] for tree in state.trees) for cause in get_args(Cause)}
+    stored_per_s, removed_per_s = state.rates()
+    return {
+        "duration_s": state.seconds,
+        "num_messages": state.num_messages,
+        "num_batches": state.num_batches,
+        "num_events": state.num_events,
+        "num_resident_blocks": state.num_resident,
+        "num_resident_tokens": num_resident_tokens(state),
+        "peak_resident_blocks": state.history.peak_resident,
+        "num_unique_blocks": state.total("num_unique"),
+        "num_stored_blocks": state.total("num_stored"),
+        "num_removed_blocks": state.total("num_removed"),
+        "num_blocks_stored_again": sum(again.values()),
+        **{f"num_blocks_stored_again_{cause}": count for cause, count in again.items()},
+        "num_tokens_computed_twice": state.total("num_tokens_again"),
+        "num_blocks_stored_again_alone": state.num_again_alone,
+        "num_more_copies": state.total("num_more_copies"),
+        "num_cleared": state.num_cleared,
+        "median_pause_s": state.median_of("pauses_s"),
+        "median_lifetime_s": state.median_of("lifetimes_s"),
+        "stored_blocks_per_s": stored_per_s,
+        "removed_blocks_per_s": removed_per_s,
+        "num_gaps": sum(each.num_gaps for each in checks),
+        "num_missed_messages": sum(each.num_missed for each in checks),
+        "num_repeated_messages": sum(each.num_repeated for each in checks),
+        "num_restarts": sum(each.num_restarts for each in checks),
+        "num_reconnects": state.num_reconnects,
+        "num_malformed": state.num_malformed,
+        "num_unknown_removals": state.total("num_unknown_removals"),
+        "num_forgotten_blocks": state.history.num_forgotten,
+        "num_blocks_over_limit": state.total("num_refused"),
+        "unknown_event_types": dict(state.unknown_types),
+        "unknown_fields": dict(state.unknown_fields),
+        "field_values": {f"{name}={value}": num for (name, value), num in state.field_values.items()},
+        "first_sequence_numbers": {each.name: each.sequence.first_seq for each in state.publishers.values()},
+        "notes": list(state.notes),
+    }
 
 
-_FIGURES = (
-    "duration_s num_batches num_events num_resident_blocks num_resident_tokens peak_resident_blocks num_unique_blocks"
-    " num_stored_blocks num_removed_blocks num_blocks_stored_again num_tokens_computed_twice"
-    " num_blocks_stored_again_alone median_pause_s median_lifetime_s num_gaps num_restarts num_reconnects"
-    " num_malformed num_unknown_removals"
-)
+_FIGURES = {  # those of the table, with their words
+    "duration_s": "seconds watched",
+    "num_batches": "batches",
+    "num_events": "events",
+    "num_resident_blocks": "blocks resident now",
+    "num_resident_tokens": "tokens resident now",
+    "peak_resident_blocks": "blocks resident at most",
+    "num_unique_blocks": "different blocks",
+    "num_stored_blocks": "blocks stored",
+    "num_removed_blocks": "blocks removed",
+    "num_blocks_stored_again": "blocks stored again after removal (churn)",
+    "num_blocks_stored_again_evicted": "of these, evicted before",
+    "num_blocks_stored_again_cleared": "of these, dropped in a reset of the cache",
+    "num_blocks_stored_again_restarted": "of these, lost as the publisher restarted",
+    "num_tokens_computed_twice": "tokens computed twice for that",
+    "num_blocks_stored_again_alone": "of these blocks, stored alone: may be answers generated again",
+    "median_pause_s": "seconds they were gone, median",
+    "median_lifetime_s": "seconds a block stays, median of the last evicted",
+    "num_gaps": "gaps in the stream",
+    "num_restarts": "restarts of a publisher",
+    "num_reconnects": "connections lost",
+    "num_malformed": "malformed messages or events",
+    "num_unknown_removals": "removals of blocks never seen",
+}
 _SHOWN_IF_0 = (
     "num_batches num_resident_blocks peak_resident_blocks num_stored_blocks num_removed_blocks num_blocks_stored_again"
     " num_gaps"
 )
-
-
-def facts(state: KVState) -> Row:
-    """All figures by name."""
-    return as_row(Figures(state))
 
 
 def num_resident_tokens(state: KVState) -> int:
@@ -201,20 +171,6 @@ def lora_rows(state: KVState) -> list[LoraRow]:
     return [LoraRow(lora or "none", *row) for lora, row in ordered]
 
 
-@dataclass(frozen=True, slots=True)
-class ChurnRow:
-    """Blocks stored again, by what had removed them."""
-
-    cause: Annotated[Cause, "removed"]
-    num_blocks: int
-    meaning: str
-
-
-def churn_rows(state: KVState) -> list[ChurnRow]:
-    figures = facts(state)
-    return [ChurnRow(cause, figures[f"num_blocks_stored_again_{cause}"], words) for cause, words in CAUSES.items()]
-
-
 def limits(state: KVState) -> list[str]:
     """What the events cannot show, and what was missing from them."""
     said = ["KV events have no block ids, no reference counts and no requests: hits are not visible, only misses"]
@@ -246,34 +202,30 @@ def limits(state: KVState) -> list[str]:
 def summary(
     state: KVState,
     decode: Decode | None,
-    points: Sequence[CurvePoint] | None = None,
     *,
     cures: Sequence[str] = (),
+    reasons: Reasons | None = None,
     in_full: bool = False,
 ) -> tuple[list[str], list[Table]]:
-    """The answer, and all tables of a summary; empty ones are left out.
+    """The answer with what to change, and all tables of a summary; empty ones are left out.
 
-    points: what larger caches would have kept, None if that is not known. cures: see `verdict`.
-    in_full: with a table of larger caches, and near twins among all blocks ever seen.
+    reasons: those of the requests that a
+    recording shows. in_full: with these, and a table of larger caches.
     """
     shapes = Shapes()
-    churn = churn_rows(state)
     tables = [
         _figures_table(state),
         _caches_table(cache_rows(state, shapes)),
         table(LoraRow, "loras", "Resident, by LoRA adapter", lora_rows(state)),
         _branches_table(state, decode, shapes),
-        table(
-            ChurnRow, "churn", "Churn: blocks removed and stored again",
-            churn if any(row.num_blocks for row in churn) else [],
-        ),
-        _twins_table(state, decode, shapes, with_gone=in_full),
         _unknown_table(state),
-    ]  # fmt: skip
+    ]
     tables = [each for each in tables if each.rows]
     if in_full:
-        tables.append(_curve_table(points or [], state))
-    return verdict(state, points, decode, shapes, cures=cures), tables
+        tables.append(_curve_table(state))
+    if reasons is not None:
+        tables += server_tables(reasons, decode) if in_full else salts_tables(reasons)
+    return [why_of_server(state), *cures], tables
 
 
 def print_summary(answer: list[str], tables: list[Table], state: KVState, format_: Format) -> None:
@@ -291,8 +243,8 @@ class _FigureRow:
 
 
 def _figures_table(state: KVState) -> Table:
-    values, columns, shown = facts(state), columns_of(Figures), _SHOWN_IF_0.split()
-    rows = [_FigureRow(columns[key].header, values[key]) for key in _FIGURES.split() if values[key] or key in shown]
+    values, shown = facts(state), _SHOWN_IF_0.split()
+    rows = [_FigureRow(words, values[key]) for key, words in _FIGURES.items() if values[key] or key in shown]
     oddities = [f"note: {note}" for note in list(state.notes)[-5:] if "is not known" not in note]
     return table(_FigureRow, "figures", "KV events", rows, notes=[*limits(state), *oddities])
 
@@ -346,27 +298,6 @@ def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[_BranchRow]:
 
 
 @dataclass(frozen=True, slots=True)
-class _TwinsRow:
-    place: Annotated[int, "diverge at token"]
-    num_equal: Annotated[int, "tokens equal in the block"]
-    num_tokens: Annotated[int, "tokens after it"]
-    first: Annotated[str, "one"] | UnsetType = UNSET
-    second: Annotated[str, "other"] | UnsetType = UNSET
-
-
-def _twins_table(state: KVState, decode: Decode | None, shapes: Shapes, *, with_gone: bool) -> Table:
-    """Where near twins part, with a tokenizer as text. Empty unless tokens, or digests of them, were kept."""
-    rows = []
-    for tree in _largest_trees(state):
-        for twins in near_twins(shapes(tree, with_gone=with_gone), _MOST_TWINS):
-            nodes = () if decode is None else (twins.first, twins.second)
-            texts = [f"...{text_around(node, twins.num_equal, 8, 5, decode)}" for node in nodes if decode is not None]
-            place = twins.num_prefix_tokens + twins.num_equal
-            rows.append(_TwinsRow(place, twins.num_equal, twins.num_tokens, *texts))
-    return table(_TwinsRow, "twins", "Near twins: prompts that diverge inside a block", rows)
-
-
-@dataclass(frozen=True, slots=True)
 class _UnknownRow:
     name: Annotated[str, "not known"]
     kind: str
@@ -379,7 +310,8 @@ def _unknown_table(state: KVState) -> Table:
     return table(_UnknownRow, "unknown", "Event types and fields that this pagedcli does not know", rows)
 
 
-def _curve_table(points: Sequence[CurvePoint], state: KVState) -> Table:
+def _curve_table(state: KVState) -> Table:
+    points = state.curve()
     most = plural(state.history.peak_resident, "block")
     notes = [f"lower bounds, if it evicts in the same order; this cache held at most {most}"]
     if any(point.num_prompt_blocks_kept < point.num_blocks_kept for point in points):
@@ -394,3 +326,74 @@ def metrics_table(scraper: "Scraper") -> Table:
     notes = [scraper.problem] if scraper.problem is not None else []
     figures = scraper.metrics.figures()
     return table(Metric, "metrics", "The server's own figures", figures, "meaning window value", notes=notes)
+
+
+# ---------------------------------------------------------------------- through time
+
+
+def message_rows(reader: CaptureReader) -> Iterator[Row]:
+    """What each message of a recording changed."""
+    state = KVState(reader.sources)
+    before = dict.fromkeys(("num_stored", "num_removed", "num_tokens_again"), 0)
+    num_notes = 0
+    for place, (frames, time_s, source) in enumerate(reader):
+        state.take(frames, time_s, source)
+        after = {name: state.total(name) for name in before}
+        again = sum(sum(tree.num_again.values()) for tree in state.trees)
+        yield {
+            "message": place, "time_s": time_s, "source": source,
+            "num_stored_blocks": after["num_stored"] - before["num_stored"],
+            "num_removed_blocks": after["num_removed"] - before["num_removed"],
+            "num_tokens_computed_twice": after["num_tokens_again"] - before["num_tokens_again"],
+            "num_blocks_stored_again": again, "num_resident_blocks": state.num_resident,
+            "notes": list(state.notes)[num_notes:] if len(state.notes) < 200 else list(state.notes)[-1:],
+        }  # fmt: skip
+        before, num_notes = after, len(state.notes)
+
+
+def message_line(row: Row) -> str:
+    """A message in a line."""
+    time_s = "-" if row["time_s"] is None else f"{row['time_s']:.3f} s"
+    twice = f", {row['num_tokens_computed_twice']:,} tokens twice" if row["num_tokens_computed_twice"] else ""
+    changes = f"stored {row['num_stored_blocks']:,}, removed {row['num_removed_blocks']:,}{twice}"
+    notes = "".join(f"; {one_line(note)}" for note in row["notes"])
+    return f"message {row['message']:,} at {time_s}: {changes}; resident {row['num_resident_blocks']:,}{notes}"
+
+
+# ---------------------------------------------------------------------- the page
+
+_MOST_POINTS = 600
+
+
+def kv_page(path: Path, answer: Sequence[str], tables: Sequence[Table]) -> bytes:
+    """The page of a recording, of which this is said."""
+    history = residency(CaptureReader(path))
+    chart = _chart(history) if history else ""
+    said = pages.section("Verdict", *(f"<p>{escape(one_line(line))}</p>" for line in answer))
+    shown = (pages.as_html(table) for table in tables if table.rows)
+    body = "\n".join([said, chart, *shown])
+    return pages.html_page(f"KV events of {one_line(path.name)}", body)
+
+
+def residency(reader: CaptureReader) -> list[tuple[float, int]]:
+    """(seconds, blocks resident) after each message that has a time; of many, evenly chosen ones and the peak."""
+    state, rows = KVState(reader.sources), []
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
+        if time_s is not None:
+            rows.append((time_s, state.num_resident))
+    if len(rows) <= _MOST_POINTS:
+        return rows
+    peak = max(range(len(rows)), key=lambda place: rows[place][1])
+    chosen = {round(i * (len(rows) - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)} | {peak}
+    return [rows[place] for place in sorted(chosen)]
+
+
+def _chart(history: Sequence[tuple[float, int]]) -> str:
+    start, end = history[0][0], history[-1][0]
+    top = max(num_blocks for _, num_blocks in history) or 1
+    chart = pages.LineChart((start, end), top, height=200)
+    ticks = [(start, (f"{start:,.1f} s",)), (end, (f"{end:,.1f} s",))]
+    parts = [*chart.axes(ticks, [(0, "0"), (top, f"{top:,}")]), chart.line(history)]
+    text = f"<p>at most {top:,}, over {end - start:,.1f} seconds</p>"
+    return pages.section("Blocks resident", text, chart.svg(parts, "Blocks resident"))

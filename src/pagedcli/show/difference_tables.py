@@ -95,4 +95,4 @@ def facts(found: Comparison) -> dict[str, Any]:
         for side, measured in zip(found.sides, found.measured, strict=True)
     )
     changes = {name: float(value) for name, value in found.change.items()}
-    return {"answer": sentence(found), "before": before, "after": after, "changes": changes}
+    return {"before": before, "after": after, "changes": changes}

@@ -1,4 +1,5 @@
-"""The tables of `plan`: a file's rows, lengths, shared prefixes, block sizes and pools, in full and in short."""
+"""The tables of `plan`: a file's rows, lengths, shared prefixes, block sizes and pools, in full and in short, and what
+its run will take, and what for."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -9,14 +10,19 @@ from pagedcli.answers.survey import MAX_LISTED, PromptScan
 from pagedcli.answers.time import Forecast
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
-from pagedcli.printable import percent_text, plural
+from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.records import LEFT, Share, count
-from pagedcli.show.tables import Fact, Table, table
+from pagedcli.show.tables import ALL_HINT, Fact, Table, table
+
+if TYPE_CHECKING:
+    from pagedcli.answers.hits import Hits
+    from pagedcli.answers.time import Forecast
+    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.core.plan import Plan
 
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # characters shown of each end of a shared text
 _MOST_END_TOKENS = 64  # tokens decoded of each end
-ALL_HINT = "every table: --all"
 
 
 def full_tables(scan: PromptScan, fit: Fit | None) -> list[Table]:
@@ -198,3 +204,101 @@ def _block_size_table(survey: PromptSurvey) -> Table:
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones counted once",
     ]
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
+
+
+def engine_table(title: str, found: "Plan | str") -> Table:
+    """One choice that determines speed per row, or why the engine cannot start."""
+    if isinstance(found, str):
+        return table(Fact, "engine", title, [Fact("error", found)])
+    rows = [Fact("attention", found.backend), *(Fact("not used", reason) for reason in found.refused)]
+    rows += [Fact("dtype", found.dtype), Fact("KV cache", found.kv_dtype)]
+    notes = found.notes
+    if found.kv_scales is None and "float8" in found.kv_dtype:
+        notes += ("the scales of the fp8 cache are measured at startup",)
+    elif found.kv_scales is not None:
+        k_scale, v_scale = found.kv_scales
+        rows.append(Fact("KV scales", f"K {k_scale:.4g}, V {v_scale:.4g}"))
+    sizes = ", ".join(map(str, found.graph_sizes))
+    rows.append(Fact("CUDA graphs", f"batch sizes {sizes}" if sizes else f"none: {found.no_graphs}"))
+    return table(Fact, "engine", title, [*rows, *(Fact("note", note) for note in notes)])
+
+
+# ---------------------------------------------------------------------- the expected run
+
+_PART_NAMES = {
+    "prompts": "prompts",
+    "generation": "generated tokens",
+    "attention": "attention to earlier tokens",
+    "rows": "rows: reading, text and writing",
+}
+
+
+def forecast_row(found: "Forecast") -> dict[str, Any]:
+    """For JSON. Times are in seconds; None: there is no calibration."""
+    return {
+        "seconds": found.seconds,
+        "seconds_low": found.low,
+        "seconds_high": found.high,
+        "tokens_per_s": found.tokens_per_s,
+        "first_row_s": found.first_row_s,
+        "requests": found.num_requests,
+        "prompt_tokens": found.num_prompt_tokens,
+        "cached_tokens": found.num_cached_tokens,
+        "hit_rate": found.hit_rate,
+        "computed_tokens": found.num_computed_tokens,
+        "generated_tokens": found.num_generated_tokens,
+        "steps": found.num_steps,
+        "preemptions": found.num_preemptions,
+        "recomputed_tokens": found.num_recomputed_tokens,
+        "kv_blocks_peak": found.peak_used_blocks,
+        "seconds_by_part": found.parts,
+        "simulated_share": found.share,
+    }
+
+
+def run_tables(found: "Forecast", num_blocks: int, source: str, notes: Sequence[str]) -> list[Table]:
+    """What the run will be, and where its time goes. `source` says where times come from."""
+    rows = list[Fact]()
+    if found.seconds is not None and found.in_words is not None:
+        rows += [
+            Fact("time", found.in_words),
+            Fact("first row after", duration_text(found.first_row_s or 0.0)),
+            Fact("generated tokens per second", f"{found.tokens_per_s or 0.0:,.0f}"),
+        ]
+    peak, again = found.peak_used_blocks, found.num_recomputed_tokens
+    rows += [
+        Fact("steps", f"{found.num_steps:,}"),
+        Fact("prompt tokens found in the cache", f"{found.num_cached_tokens:,} ({percent_text(found.hit_rate)})"),
+        Fact("KV blocks at the peak", f"{peak:,} of {num_blocks:,} ({percent_text(peak / num_blocks)})"),
+        Fact("preemptions", f"{found.num_preemptions:,}" + f", {plural(again, 'token')} computed again" * bool(again)),
+    ]
+    notes = ["the real scheduler with the settings that generate uses here, without the model", *notes]
+    without = "" if found.seconds is None else "without loading, as in the summary of generate; "
+    notes.append(f"time: {without}{source}")
+    if found.num_refused:
+        notes.append(f"{plural(found.num_refused, 'request')} that the pool cannot hold: left out")
+    if found.share < 1:
+        simulated = percent_text(found.share)
+        notes.append(f"simulated: {simulated} of the work, from all over the file; the rest is assumed to be like it")
+    tables = [table(Fact, "expected_run", "Expected run", rows, headers={"value": "expected"}, notes=notes)]
+    if found.seconds is not None:
+        tables.append(_parts_table(found))
+    return tables
+
+
+class Part:
+    """What the time of a run is for."""
+
+    what: Annotated[str, "part"]
+    seconds: Annotated[float, "time", duration_text]
+    share: Share
+
+
+def _parts_table(found: "Forecast") -> Table:
+    """Where the time goes."""
+    total = found.seconds or 1.0
+    rows = [
+        {"part": name, "what": _PART_NAMES[name], "seconds": seconds, "share": seconds / total}
+        for name, seconds in sorted(found.parts.items(), key=lambda part: -part[1])
+    ]
+    return table(Part, "expected_parts", "Where the time goes", rows)
