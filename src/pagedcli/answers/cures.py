@@ -19,6 +19,7 @@ from pagedcli.answers.settings import BLOCK_SIZE, CACHING, KINDS, POOL, Changes,
 from pagedcli.answers.time import Forecast
 from pagedcli.answers.time import time as forecast
 from pagedcli.answers.turns import Turns
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.limits import Limits
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.printable import capitalized, duration_text, percent_text

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pagedcli.events import MISS_WORDS
 from pagedcli.printable import capitalized, percent_text, plural
 from pagedcli.records import Share, computed
-from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.trace.seq_state import SeqState
+from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import Decode
 from pagedcli.views.block_life import BlockLife
 from pagedcli.views.explain import (

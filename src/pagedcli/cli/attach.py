@@ -15,6 +15,7 @@ from pagedcli.errors import UsageError
 from pagedcli.files import KV_RECORDING, check_files
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.sockets import Subscriber
 from pagedcli.printable import plural
 from pagedcli.process import interrupts_raised
 from pagedcli.show.kv_tables import metrics_table, print_summary, summary

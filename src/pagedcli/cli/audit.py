@@ -5,34 +5,29 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
 
 from pagedcli.audit.audit import EXIT_FAULT, Audit, Options, exit_code, run_to_end, send_again
-from pagedcli.audit.client import Budget, Client, LimitReached
-from pagedcli.audit.plan import CHECKS, ProbePrompts, Target, plan
+from pagedcli.audit.client import Budget, Client
+from pagedcli.audit.plan import CHECKS
 from pagedcli.audit.report import (
     facts,
-    lookup_table,
     page,
-    pair_table,
     plan_table,
     replay_table,
     summary,
-    verdict_table,
 )
-from pagedcli.audit.restart import load_memory, planned_probes, save_memory
+from pagedcli.audit.restart import load_memory, save_memory
 from pagedcli.audit.self_test import FaultTrial, trials
 from pagedcli.audit.shrink import load_case
-from pagedcli.audit.survey import WORDS
 from pagedcli.cli.options import FormatOption, config_flags, option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
 from pagedcli.printable import one_line, plural
 from pagedcli.process import EXIT_INTERRUPTED
-from pagedcli.remote import ServerError
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
@@ -168,9 +163,6 @@ def _check_alone(options: AuditOptions) -> None:
 
 
 def _replay(path: Path, client: "Client", options: AuditOptions) -> int:
-    from pagedcli.audit.audit import EXIT_FAULT, send_again
-    from pagedcli.audit.report import replay_table
-    from pagedcli.audit.shrink import load_case
 
     case = load_case(path)
     found = send_again(client, case, model=options.model, concurrency=options.concurrency)
@@ -179,7 +171,6 @@ def _replay(path: Path, client: "Client", options: AuditOptions) -> int:
 
 
 def _self_test(format_: Format) -> int:
-    from pagedcli.audit.self_test import FaultTrial, trials
 
     line = ProgressLine(line_every_s=10)
     results = list(trials(lambda text: line.show(lambda _: text)))
@@ -194,9 +185,7 @@ def _self_test(format_: Format) -> int:
 
 
 def _run(run: "Audit", options: AuditOptions) -> int:
-    from pagedcli.audit.audit import exit_code, run_to_end
-    from pagedcli.audit.report import facts, page, summary, tables
-    from pagedcli.audit.restart import save_memory
+    from pagedcli.audit.report import tables
 
     line = ProgressLine(line_every_s=10)
     run.progress = lambda text: line.show(
@@ -221,7 +210,6 @@ def _run(run: "Audit", options: AuditOptions) -> int:
 
 def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> None:
     from pagedcli.audit.audit import ASSUMED_UNIT, planned
-    from pagedcli.audit.report import plan_table
     from pagedcli.audit.restart import load_memory
 
     memory = None if options.recall is None else load_memory(options.recall)
@@ -236,7 +224,6 @@ def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> Non
 
 
 def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:
-    from pagedcli.audit.plan import CHECKS
 
     only, without = ({each.strip() for each in (text or "").split(",")} - {""} for text in (checks, skip))
     if unknown := sorted((only | without) - set(CHECKS)):

@@ -6,23 +6,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedcli.batch.columns import Columns
-from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
 from pagedcli.batch.job import Job
-from pagedcli.batch.journal import journal_path, read_record
-from pagedcli.batch.parquet import ParquetRows, ParquetSource
-from pagedcli.batch.prompts import KeptColumns, Prompts, batch_options, limits_without_pool, open_source, open_tokenizer
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.cli.session import StopRequest, exit_code
 from pagedcli.cli.summary import resume_command, say_model, say_odd, say_summary, write_summary
 from pagedcli.config import EngineConfig
-from pagedcli.distributed.parts import PartFolder, weigh_rows
+from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import UsageError
 from pagedcli.files import SUMMARY, check_distinct, check_new
 from pagedcli.later import torch
-from pagedcli.models.hub import model_folder
-from pagedcli.models.reading import read_spec
 from pagedcli.printable import plural
 from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import say
@@ -38,7 +31,6 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     """Run a job to its end and return the exit code. `output` is the folder of parts, `address` that of a cluster;
     None: a local one. Raises: PagedcliError for fatal errors."""
     from pagedcli.distributed.driver import Counts, RowCounter, prepare
-    from pagedcli.distributed.parts import PartFolder
 
     if job.resume and job.overwrite:
         raise UsageError("--resume and --overwrite exclude each other")

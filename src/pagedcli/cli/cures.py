@@ -13,7 +13,6 @@ from pagedcli.kvevents.lookups import Lookups
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import say
-from pagedcli.simulation.settings import recorded_subject
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
@@ -48,7 +47,6 @@ def find_cures(*given: Any, **how: Any) -> list[Cure]:
 
 def recorded_cures(view: RecordedRequests, state: PoolState, tokenizer: Tokenizer | None) -> list[Cure]:
     """What to change about a recorded run. `view` and `state`: at its end."""
-    from pagedcli.answers.cures import CURES_S
     from pagedcli.answers.settings import recorded_subject
 
     workload, prompts = view.finish(), None

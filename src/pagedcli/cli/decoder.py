@@ -1,7 +1,7 @@
 """The text of recorded tokens. Used by explain, report and --block."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import option

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from pagedcli.answers.survey import prompt_model
+from pagedcli.batch.prompts import limits_without_pool, open_prompts
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.cures import find_cures, print_answer
 from pagedcli.cli.decoder import TokenizerOption, recorded_tokenizer
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
@@ -17,7 +19,6 @@ from pagedcli.line_files import LineReader
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import say, working
-from pagedcli.simulation import difference_tables as tables
 from pagedcli.simulation.difference import Comparison, Side, recorded_sides
 from pagedcli.simulation.sources import read_prompts
 
@@ -52,7 +53,6 @@ def diff(
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
     from pagedcli.show import difference_tables as tables
-    from pagedcli.simulation.difference import Comparison, recorded_sides
 
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:

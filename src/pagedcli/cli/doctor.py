@@ -9,7 +9,11 @@ from pagedcli.answers.fits import NOT_PREDICTED, Fit, fit_in_words, fits, groups
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
+from pagedcli.models.hub import model_folder
+from pagedcli.models.reading import read_spec
+from pagedcli.planning.floors import StepFloor
 from pagedcli.records import as_row, size
 from pagedcli.show.plan_tables import engine_table
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table

@@ -12,6 +12,7 @@ import typer
 from pagedcli.answers.cures import CURES_S, Cure
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fits
 from pagedcli.answers.hits import Hits, hits
+from pagedcli.answers.settings import Subject
 from pagedcli.answers.survey import FirstAnswer, PromptScan, first_answer, prompt_model, scan_prompts
 from pagedcli.answers.time import MOST_IN_FULL, MOST_SIMULATED, SAMPLED, Forecast, time, with_hits_of_all
 from pagedcli.batch.columns import Columns
@@ -27,14 +28,12 @@ from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import capitalized, percent_text, plural, refused_text
+from pagedcli.process import old_objects_left_alone
 from pagedcli.show.plan_tables import engine_table, file_table, forecast_row, full_tables, run_tables, survey_facts
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
-from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
-from pagedcli.simulation.settings import Subject
 from pagedcli.simulation.sources import PromptRequests, read_outputs
-from pagedcli.simulation.tables import curve_table
 
 if TYPE_CHECKING:
     from pagedcli.answers.cures import Cure
@@ -216,8 +215,6 @@ Tried = tuple["Subject", "Forecast | None", float]
 
 def _tried(file: _File, run: "_ExpectedRun") -> Tried:
     """Of a long file a part of its requests."""
-    from pagedcli.answers.cures import CURES_S
-    from pagedcli.answers.time import MOST_IN_FULL, SAMPLED
 
     if file.requests.work + file.requests.left_out <= MOST_IN_FULL:
         return run.subject, run.found, CURES_S
@@ -227,7 +224,6 @@ def _tried(file: _File, run: "_ExpectedRun") -> Tried:
 
 def _pools(subject: "Subject", base: "Forecast | None", budget_s: float) -> "Hits | None":
     """What other pools find; None if looking for it failed."""
-    from pagedcli.answers.hits import hits
 
     search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=budget_s)
     return or_note("the smallest pool that is enough", search, None)
@@ -319,9 +315,7 @@ class _ExpectedRun:
 
 def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _ExpectedRun:
     from pagedcli.answers.settings import Subject
-    from pagedcli.answers.time import time, with_hits_of_all
     from pagedcli.bench.calibration import step_time_here
-    from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
 
     decision, run, requests = file.decision, loaded.config.run, file.requests
     assert decision is not None, "it has a pool"

@@ -9,7 +9,9 @@ from typing import Annotated, BinaryIO, Literal, cast
 import msgspec
 import typer
 
+from pagedcli.app.pool_players import ReplayPlayer
 from pagedcli.cli.block import print_block
+from pagedcli.cli.cures import told_of_recording
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
 from pagedcli.cli.picture import OF_HELP, PICTURE_HELP, PictureOptions, ShapeOption, Subject, ThemeOption, draw_run

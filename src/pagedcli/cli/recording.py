@@ -1,11 +1,11 @@
 """Recordings of KV events as subjects of the commands: `attach`, `trace`, `explain`, and its page."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from pagedcli.answers.why import Reasons
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import do_not_apply
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture

@@ -21,8 +21,8 @@ from pagedcli.batch.prompts import (
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.distributed.parts import PartFolder, weigh_rows
 from pagedcli.errors import UsageError
+from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import model_folder
 
 
 def prepare(job: Job, folder: PartFolder, num_workers: int) -> dict[str, int]:

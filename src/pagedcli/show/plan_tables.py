@@ -2,7 +2,7 @@
 its run will take, and what for."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.answers.fits import Fit, fit_in_words, groups_and_states
 from pagedcli.answers.hits import NEARLY, Hits

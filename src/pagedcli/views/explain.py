@@ -50,7 +50,7 @@ class Earlier:
     """Sequences by their beginnings: the finder of the most similar earlier one."""
 
     def __init__(self) -> None:
-        self._tree = PrefixTree()
+        self._tree = TokenTree()
         self._known: dict[int, tuple[bytes, str, bool]] = {}  # tokens, label of the request, and whether it has a salt
 
     def add(self, seq_id: int, tokens: bytes, label: str, *, salted: bool) -> None:

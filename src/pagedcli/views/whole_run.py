@@ -16,7 +16,8 @@ from pagedcli.events import Event
 from pagedcli.printable import percent_text, plural, seconds_text
 from pagedcli.records import Seconds, computed
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.state import PoolState, SeqState, Status
+from pagedcli.trace.seq_state import SeqState, Status
+from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import LOSS_WORDS, Explainer, Totals, longest_shared_prefix, totals_of
 from pagedcli.views.rows import Label, SeqId, ShownRow
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
