@@ -78,10 +78,9 @@ def _title(facts: dict[str, Any]) -> str:
 
 
 def _notes(facts: dict[str, Any]) -> list[str]:
-    owners = [] if facts["ref_count"] else ["no sequence holds it"]
     if facts["text"] is not None:
-        return [*owners, f'text: "{one_line(facts["text"])}"']
-    return owners if facts["token_ids"] is None else [*owners, f"token ids: {list(facts['token_ids'])}"]
+        return [f'text: "{one_line(facts["text"])}"']
+    return [] if facts["token_ids"] is None else [f"token ids: {list(facts['token_ids'])}"]
 
 
 def _text(token_ids: tuple[int, ...] | None, decode: Decode | None) -> str | None:

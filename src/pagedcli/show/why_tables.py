@@ -53,6 +53,7 @@ def server_tables(reasons: Reasons, decode: Decode | None) -> list[Table]:
     """The tables of a server's requests, of which only full blocks are known. The lookups that lost most are shown."""
     lookups = sorted(reasons.lookups, key=Lookup.num_lost_tokens, reverse=True)
     listed = lookups_table(lookups, "Lookups that stored blocks", decode, max_shown=_MOST_LOST)
+    listed = replace(listed, columns=[each for each in listed.columns if each.key in _IN_SHORT])
     return [_reasons_table(reasons), listed, *salts_tables(reasons)]
 
 

@@ -189,7 +189,9 @@ class Lookup:
     @property
     def ideal_tokens_hit(self) -> int:
         """Tokens hit by an unlimited cache in which every block is computed once, and by a prefix store."""
-        return min(self.num_shared_blocks * self.block_size, self.event.num_tokens - 1)
+        # the last token is always computed; of a server's prompts it is not known
+        most = self.event.num_tokens - (self.unit == "step")
+        return min(self.num_shared_blocks * self.block_size, most)
 
     @property
     def disk_tokens(self) -> int:
