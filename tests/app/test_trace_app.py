@@ -142,6 +142,7 @@ def test_the_last_screen_stays_until_a_key():
     run.under(script)
 
 
+@pytest.mark.quick("ctrl+c")
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
 def test_quitting_ends_the_run_after_its_step(key):
     run = Run(num_new=13, num_requests=1, paused=True)

@@ -103,6 +103,7 @@ def check_kernels(dtype, head_dim, group, block_size, capability, tmp_path, *, w
     assert dtype == torch.float32 or min(prefill.rings()) >= 2
 
 
+@pytest.mark.quick("80-case0")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     ("capability", "case"),
@@ -147,6 +148,7 @@ def test_kernels_of_latents_compile_within_the_limits(capability, sizes, tmp_pat
         assert kernel.spilled_bytes <= (24 if name == "prefill" else 0), name  # a few values of 20 heads
 
 
+@pytest.mark.quick("80")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_store_and_combine_compile(capability, tmp_path):

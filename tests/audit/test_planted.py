@@ -45,6 +45,7 @@ def test_every_fault_has_a_check_that_must_find_it():
     assert set(FOUND_BY) == set(FAULTS) == set(NEEDED)
 
 
+@pytest.mark.quick("moved-block")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     result = trial(Settings(fault=fault), Options(seed=0, checks=NEEDED[fault]))
@@ -89,6 +90,7 @@ def test_no_correct_server_is_accused(kind, seed):
     assert texts(run, Status.FAULT) == []
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("separates", [False, True])
 def test_whether_users_share_hits_is_said_and_is_no_fault(separates):
     run = audit(Settings(separates_users=separates), seed=1, checks=("noise", "users"))
@@ -139,6 +141,7 @@ def test_a_fault_of_whole_blocks_is_said_to_be_one(tmp_path):
     assert f"shortest failing prompt: 16 tokens, in {run.files[0].name}" in verdict.text
 
 
+@pytest.mark.quick("limits0")
 @pytest.mark.parametrize("limits", [{"max_requests": 40}, {"max_tokens": 6000}])
 def test_a_limit_ends_the_audit_with_what_is_known(limits):
     run = audit(Settings(seconds_per_token=1e-6), seed=1, **limits)

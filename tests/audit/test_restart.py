@@ -72,6 +72,7 @@ def planted(fault, seed, **kind):
     return restarted({"seed": seed, **kind}, {"seed": seed + (fault in OTHER_MODEL), **kind}, fault)
 
 
+@pytest.mark.quick("restored-stale")
 @pytest.mark.parametrize("fault", RESTART_FAULTS)
 def test_a_planted_fault_of_a_restart_is_found(fault):
     verdicts, is_wrong = planted(fault, 0)
@@ -88,6 +89,7 @@ def test_a_planted_fault_of_a_restart_is_found_with_every_seed(fault, seed):
     assert planted(fault, 100 * seed, **KINDS[names[seed % len(names)]])[1]
 
 
+@pytest.mark.quick("no way around the cache")
 @pytest.mark.parametrize("kind", ["as vLLM", "no way around the cache"])
 def test_a_correct_restart_passes(kind):
     verdicts, is_wrong = restarted({"seed": 1, **KINDS[kind]}, {"seed": 1, **KINDS[kind]})

@@ -259,6 +259,7 @@ def vocabulary(request):
     return Grammars(tokenizer, end_token_ids=[end], vocab_size=vocab_size), vocab_size, tokenizer
 
 
+@pytest.mark.quick("stories260k")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_path_through_a_grammar_is_what_the_grammar_says(vocabulary, data):
@@ -270,6 +271,7 @@ def test_any_path_through_a_grammar_is_what_the_grammar_says(vocabulary, data):
     assert re.fullmatch(pattern, written.decode())
 
 
+@pytest.mark.quick("stories260k")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_path_through_a_schema_validates(vocabulary, data):

@@ -165,6 +165,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)  # the error's traceback still has the input open
 
 
+@pytest.mark.quick("20000")
 @pytest.mark.parametrize("free_bytes", [300, 5_000, 20_000])
 def test_a_run_on_a_full_disk_stops_with_its_reason_and_goes_on_when_there_is_room(
     uninterrupted, small_disk, free_bytes
@@ -244,6 +245,7 @@ def texts(row):
     return [body.get(name) for name in ("text", "outputs", "choices", "error")]
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("kept", [0, 5])
 def test_resume_from_a_shorter_stdin_is_refused_and_keeps_the_journal(uninterrupted, tmp_path, monkeypatch, kept):
     """A pipe that delivers fewer rows than the journal has answers to is another input, not the end of the run."""

@@ -470,6 +470,7 @@ def mutated_lines(rng, count):
         yield bytes(line).replace(b"\n", b" ")
 
 
+@pytest.mark.long
 def test_twenty_thousand_fuzzed_lines_give_one_row_each():
     lines = list(mutated_lines(random.Random(0), 20_000))
     num_rows = sum(bool(line.strip()) for line in lines)

@@ -83,6 +83,7 @@ def qwen2(tmp_path_factory):
     return Tokenizer(folder), Tokenizer(path)
 
 
+@pytest.mark.long
 def test_byte_level_ids_equal_those_of_the_original(qwen2):
     original, ours = qwen2
     for text in [*prompts(), *random_texts(10_000), "<|im_start|>user\nhello<|im_end|>", " a  b\n\n c\td", ""]:

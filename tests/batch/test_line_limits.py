@@ -74,6 +74,7 @@ def test_a_prompt_a_little_too_long_is_refused_with_its_length(harness):
     assert "prompt tokens and 1 to generate are over the model length of" in rows[0]["error"]["message"]
 
 
+@pytest.mark.slow_cases("words")
 @pytest.mark.parametrize("text", ["a b " * 30_000, "🦊" * 9_000, " " * 40_000], ids=["words", "emoji", "spaces"])
 def test_a_long_text_within_the_limit_is_tokenized_as_ever(harness, text):
     tokenizer = harness.tokenizer

@@ -57,6 +57,7 @@ def content_of(path):
     return path.read_bytes() if path.exists() else None
 
 
+@pytest.mark.quick("True-1.0")
 @pytest.mark.parametrize(
     ("older", "sync_s"),
     [(False, 1.0), (True, 1.0), *(pytest.param(older, -1.0, marks=pytest.mark.slow) for older in (False, True))],

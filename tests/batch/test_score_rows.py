@@ -184,6 +184,7 @@ def generate(questions, out, *flags):
     return out
 
 
+@pytest.mark.long
 def test_tables_have_the_scores(questions, tmp_path):
     rows = [json.loads(line) for line in generate(questions, tmp_path / "o.jsonl").read_text().splitlines()]
     table = list(csv.DictReader(io.StringIO(generate(questions, tmp_path / "o.csv").read_text())))
@@ -259,6 +260,7 @@ def test_plan_tells_the_tokens_with_and_without_sharing(questions):
     assert scores["tokens_alone"] > scores["tokens_by_row"] >= scores["tokens_shared"]
 
 
+@pytest.mark.long
 def test_a_recording_is_lawful_and_explained(questions, tmp_path):
     run = tmp_path / "run.jsonl"
     generate(questions, tmp_path / "o.jsonl", "--record", str(run), "--record-tokens", "--block-size", "4")

@@ -33,6 +33,7 @@ def test_there_are_eight_lessons_in_order():
     assert [lesson.number for lesson in LESSONS] == list(range(1, 9))
 
 
+@pytest.mark.quick("7-state-checkpoints.md")
 @EACH
 def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     printed, trace = taught(lesson)
@@ -51,6 +52,7 @@ def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     assert ": ok, " in pagedcli("trace", trace, "--check").stdout
 
 
+@pytest.mark.quick("7-state-checkpoints.md")
 @EACH
 def test_the_picture_is_of_its_step(taught, lesson):
     svg = ET.parse(taught(lesson)[1].parents[1] / f"{lesson.number}.svg").getroot()
@@ -70,6 +72,7 @@ def test_the_index_names_all_lessons():
     assert (ROOT / "docs" / "learn" / "README.md").read_text(encoding="utf-8") == module.index()
 
 
+@pytest.mark.long
 def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     lesson = LESSONS[6]
     changed = lesson.run.replace("--checkpoints end", "--checkpoints 16")
@@ -79,6 +82,7 @@ def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     assert LessonFacts(trace).value("lookups[request_id=1].tokens_hit") == 32
 
 
+@pytest.mark.long
 def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
@@ -90,6 +94,7 @@ def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1-block-tables.svg"]
 
 
+@pytest.mark.long
 def test_a_wrong_letter_is_asked_again_and_a_wrong_prediction_named(monkeypatch):
     monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
     printed = pagedcli("learn", 5, stdin="x\nA\n", columns=100).stdout

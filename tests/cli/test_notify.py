@@ -78,6 +78,7 @@ def run_as_a_process(tmp_path, *arguments):
     return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_what_the_command_prints_is_not_among_the_rows(tmp_path):
     (tmp_path / "in.jsonl").write_text(PROMPTS)
     out, err = run_as_a_process(tmp_path, "in.jsonl", *FAST, "--notify", "echo not a row").communicate(timeout=120)

@@ -35,6 +35,7 @@ def random_row(rng):
     return row
 
 
+@pytest.mark.quick("changes1")
 @pytest.mark.parametrize(
     "changes", [(), ("--no-enable-prefix-caching", "--max-num-seqs", "250", "--max-num-batched-tokens", "250")]
 )
@@ -67,6 +68,7 @@ def told_and_done(tmp_path, rows, *flags):
     return tuple(told[name] for name in names), (done["cached_tokens"], done["preemptions"])
 
 
+@pytest.mark.long
 def test_plan_follows_the_flags_that_change_a_run(tmp_path):
     rows = [
         {
@@ -83,6 +85,7 @@ def test_plan_follows_the_flags_that_change_a_run(tmp_path):
     assert len(seen) == 3, "both policies change the run, other weights do not"
 
 
+@pytest.mark.long
 def test_plan_says_that_random_samples_make_it_near(tmp_path):
     row = {"prompt": list(range(1, 40)), "max_tokens": 8}
     note = "near, not exact"

@@ -221,6 +221,7 @@ def test_15_how_much_is_wasted(files):
     assert "saved_bytes" in memory
 
 
+@pytest.mark.long
 def test_16_which_block_size_should_i_use(files):
     text = answer("plan", files / "shared.jsonl", "--all")
     assert re.search(r"^ +256 +0\.0 % +0 +46\.9 %", text, re.MULTILINE)
@@ -263,6 +264,7 @@ def test_21_which_rows_failed_where_and_why(files):
     assert failed == [("never", 1, "needs 13 blocks of 16 tokens, the pool has 8")]
 
 
+@pytest.mark.long
 def test_22_which_prompts_share_most_by_line_and_text(files):
     text = answer("plan", files / "clock.jsonl", "--all")
     assert re.search(r'^ +8 +2 +8 +1, 2 +0  "Once upon a time it was 1"$', text, re.MULTILINE)

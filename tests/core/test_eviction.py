@@ -293,6 +293,7 @@ class CollidingQueueMachine(QueueMachine):
         return 0  # where hashes collide, the choice is a guess
 
 
+@pytest.mark.quick("lfu-plain")
 @pytest.mark.parametrize("machine", [PoolMachine, CollidingPoolMachine], ids=["plain", "colliding"])
 @pytest.mark.parametrize("eviction", [name for name in POLICIES if name != "lru"])
 def test_every_policy_keeps_the_invariants(machine, eviction):
@@ -300,6 +301,7 @@ def test_every_policy_keeps_the_invariants(machine, eviction):
     run_state_machine_as_test(type(machine.__name__, (machine,), {"eviction": eviction}), settings=steps)
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("machine", [QueueMachine, CollidingQueueMachine], ids=["plain", "colliding"])
 def test_next_use_evicts_what_is_needed_last_under_any_use(machine):
     steps = settings(max_examples=100, stateful_step_count=40, deadline=None)

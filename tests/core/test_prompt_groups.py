@@ -41,6 +41,7 @@ def num_mixed(sim):
     return sum(max(step) > 1 and 1 in step for step in sim.executor.steps)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_fewer_steps_mix_prompts_with_decodes_and_all_tokens_are_the_same(runs_ahead):
     alone, _ = job(0, runs_ahead=runs_ahead)

@@ -113,6 +113,7 @@ def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
     return sim, sum(map(len, prompts)) - (num_prompts - 1) * ((shift + num_shared) // 16 * 16)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("shift", [0, 100])
 def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
     sim, least = run_case("branches", shift=shift)

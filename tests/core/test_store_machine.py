@@ -144,6 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
+@pytest.mark.quick("windows0-lru")
 @pytest.mark.parametrize(
     ("windows", "eviction"), [((None,), "lru"), ((3, None), "lru"), ((None,), "prefix-lru"), ((4,), "next-use")]
 )

@@ -70,6 +70,7 @@ def step(sim, rng):
     return True
 
 
+@pytest.mark.long
 def test_the_rebuilt_tree_is_the_pools_index_after_every_step_of_100_random_runs():
     num_removed = num_preempted = num_failed = 0
     for seed in range(100):

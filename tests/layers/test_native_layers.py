@@ -60,6 +60,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow_cases("qwen2-moe-*", "deepseek_v2-*")
 @pytest.mark.parametrize(("family", "dtype"), SHORT)
 def test_short_types_are_as_close_to_float32_as_transformers(family, dtype, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
@@ -89,6 +90,7 @@ def test_rounded_weights_give_the_logits_of_the_same_weights_layer_by_layer(fami
     assert (in_one_call - layered).pow(2).mean().sqrt() < 0.03 * layered.std()
 
 
+@pytest.mark.quick("ministral3-None")
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
@@ -114,6 +116,7 @@ def test_bfloat16_logits_do_not_depend_on_chunks_company_or_threads(family, quan
         torch.set_num_threads(1)
 
 
+@pytest.mark.quick("int8", "int4")
 @pytest.mark.parametrize("weights", ["float32", "int8", "int4", "gptq"])
 def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
     """Wide enough for several pieces of an expert's features: with many threads one token's experts are cut."""
@@ -214,6 +217,7 @@ def test_callers_on_two_python_threads_do_not_disturb_each_other():
     assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_a_forked_process_computes_without_its_parents_threads():
     program = """

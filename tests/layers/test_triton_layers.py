@@ -198,6 +198,7 @@ def test_no_tokens_touch_nothing():
     assert cache.isnan().all()
 
 
+@pytest.mark.quick("gemma3")
 @interpreted
 @pytest.mark.parametrize(
     "family",

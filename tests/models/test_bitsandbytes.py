@@ -63,6 +63,7 @@ def logits_of(path, dtype):
     return paged_logits(model, ReferenceAttention(), sequences, **options), model.notes
 
 
+@pytest.mark.quick("False-float32")
 @pytest.mark.parametrize(("double", "dtype"), [(False, "float32"), (True, "bfloat16"), (True, "float16")])
 def test_numbers_are_those_of_bitsandbytes_to_the_bit(double, dtype, tmp_path, tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)

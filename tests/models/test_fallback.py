@@ -42,6 +42,7 @@ def refusal_of(path, **options):
     return caught.value
 
 
+@pytest.mark.slow_cases("mixtral")
 @pytest.mark.parametrize("family", [*FALLBACK_FAMILIES, "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "mixtral"])
 def test_logits_equal_transformers_in_float32(family, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
@@ -57,6 +58,7 @@ def test_logits_equal_transformers_in_float32(family, tmp_path_factory):
             assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+@pytest.mark.quick("granite")
 @pytest.mark.parametrize("family", FALLBACK_FAMILIES)
 def test_bfloat16_stays_near_float32(family, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
@@ -93,6 +95,7 @@ def test_heads_that_differ_from_the_config_are_refused(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal_checkpoint(tmp_path):
     """Gemma 3n past its window, in a small pool: the last two of its four layers hold no blocks."""
     path, prompts = tiny_model("gemma3n", tmp_path / "text"), ragged_prompts(6)

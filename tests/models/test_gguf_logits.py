@@ -81,6 +81,7 @@ def logits_of(path, backend):
     return torch.cat(paged_logits(model, backend, sequences, num_prompt=[15, 3], block_size=4, chunk=None))
 
 
+@pytest.mark.slow_cases("experts", "gpt-oss")
 def test_logits_are_those_of_the_numbers_and_on_the_cpu_kernels_but_for_the_rounding_of_activations(twins, cpu_backend):
     path, plain = twins
     exact = logits_of(plain, ReferenceAttention())

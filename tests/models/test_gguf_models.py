@@ -29,6 +29,7 @@ IN_FILES = {
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
+@pytest.mark.slow_cases("qwen3-moe", "qwen2-moe")
 @pytest.mark.bits
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_gives_the_tokens_of_the_folder_it_was_made_from(family, tmp_path_factory, tmp_path):

@@ -49,6 +49,7 @@ def test_logits_equal_transformers_in_float32(case, block_size, chunk):
     assert_same_logits(actual, expected)
 
 
+@pytest.mark.slow_cases("gpt_oss", "deepseek_v2", "deepseek_v3")
 def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(case):
     path, _, sequences, num_prompt, exact = case
     model = load(path, dtype=torch.bfloat16)

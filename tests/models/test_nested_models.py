@@ -124,6 +124,7 @@ def vision_model(model_type, path):
     return [model(input_ids=torch.tensor([each])).logits[0] for each in SEQUENCES]
 
 
+@pytest.mark.quick("qwen3_vl", "qwen2_5_vl")
 @pytest.mark.parametrize("model_type", VISION)
 def test_text_of_models_that_see_gives_transformers_logits(model_type, tmp_path):
     expected = vision_model(model_type, tmp_path)

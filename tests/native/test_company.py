@@ -70,6 +70,7 @@ def listed(positions):
 WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 
 
+@pytest.mark.quick("this processor-plain")
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("family", "sizes", "config"),

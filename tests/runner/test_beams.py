@@ -86,6 +86,7 @@ def test_beams_are_those_of_transformers(model, reference, length_penalty, early
         assert (num_early > 0) == may_end
 
 
+@pytest.mark.slow_cases("*'block_size': 256*", "*'max_num_seqs': 5*")
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "config",

@@ -61,6 +61,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.quick("sdpa-False")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_padded_decode_gives_the_same_tokens(model, backend, ahead):

@@ -33,6 +33,7 @@ def family(request, tmp_path_factory):
     return path, transformers_tokens(path, PROMPTS, NUM_NEW)
 
 
+@pytest.mark.quick("granite", "phi3")
 def test_tokens_equal_transformers_in_a_small_pool(family):
     path, expected = family
     engine = make_engine(path, **HARD)

@@ -63,6 +63,7 @@ def models(tmp_path_factory):
 FAMILIES = [pytest.param(each, marks=pytest.mark.slow) if "12b" in each else each for each in GEMMA4_FAMILIES]  # as 31B
 
 
+@pytest.mark.quick("gemma4-31b")
 @pytest.mark.bits
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, family):
@@ -116,6 +117,7 @@ def test_bits_do_not_depend_on_chunks_or_company_and_logits_equal_transformers(m
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4)
 
 
+@pytest.mark.quick("gemma4-12b")
 @pytest.mark.parametrize("family", ["gemma4-e2b", "gemma4-12b"])
 def test_heads_and_rotations_of_published_models_equal_transformers(family, tmp_path):
     """256 and 512 elements: errors against float64 are those of transformers, in float32 and in bfloat16."""

@@ -43,6 +43,7 @@ def family(request, tmp_path_factory):
     return path, tokens_of_transformers(path, PROMPTS, NUM_NEW)
 
 
+@pytest.mark.quick("kimi_linear", "lfm2-bias")
 def test_tokens_equal_transformers_in_a_small_pool_with_few_slots(family):
     path, expected = family
     engine = make_engine(path, **HARD)
@@ -51,6 +52,7 @@ def test_tokens_equal_transformers_in_a_small_pool_with_few_slots(family):
     assert by_default(engine.stats.num_preemptions > 0)
 
 
+@pytest.mark.quick("kimi_linear", "lfm2-bias", "falcon_h1-norm")
 def test_tokens_equal_transformers_whatever_cache_chunk_and_checkpoints(family):
     path, expected = family
     for variant in EASY:

@@ -90,6 +90,7 @@ def check(gpu, path, prompts=None, **config):
     return engine, gpu.replays - replays, gpu.launches - launches
 
 
+@pytest.mark.slow_cases("qwen2-moe", "gemma4-26b")
 @interpreted
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]

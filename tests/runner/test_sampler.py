@@ -93,6 +93,7 @@ def test_top_k_keeps_the_k_likeliest(logits):
     assert kept(logits, top_k=3, temperature=3.0) == set(logits.topk(3).indices.tolist())
 
 
+@pytest.mark.quick("0.3", "0.6")
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.8])
 def test_top_p_keeps_the_smallest_sufficient_set(logits, top_p):
     probs, order = logits.softmax(-1).sort(descending=True)

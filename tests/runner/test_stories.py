@@ -34,6 +34,7 @@ def generate(tmp_path, model, prompts, *arguments):
     return [json.loads(line) for line in result.stdout.splitlines()], result.stderr
 
 
+@pytest.mark.slow_cases("large-1-256")
 @pytest.mark.bits
 # 256 new tokens need 256 slots: BOS and all but the last one
 @pytest.mark.parametrize(("block_size", "barely_enough"), [(1, 256), (16, 16), (256, 1)])

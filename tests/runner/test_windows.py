@@ -80,6 +80,7 @@ def windowed(request, tmp_path_factory):
     return path, transformers_tokens(path, PROMPTS, NUM_NEW)
 
 
+@pytest.mark.quick("starcoder2", "laguna")
 def test_tokens_equal_transformers_past_the_window_in_a_small_pool(windowed):
     path, expected = windowed
     engine = make_engine(path, **HARD, num_kvcache_blocks=small_pool(path))
@@ -89,6 +90,7 @@ def test_tokens_equal_transformers_past_the_window_in_a_small_pool(windowed):
     assert by_default(engine.stats.num_cached_tokens > 0)
 
 
+@pytest.mark.slow_cases("gemma*", "gpt_oss-*", "cohere2-*", "vaultgemma-*")
 @pytest.mark.parametrize("variant", EASY)
 def test_tokens_equal_transformers_past_the_window_whatever_cache_chunk_and_block_size(windowed, variant):
     path, expected = windowed
@@ -106,6 +108,7 @@ def test_tokens_equal_transformers_past_the_window_through_each_backend(windowed
     assert run(engine, PROMPTS, GREEDY) == expected
 
 
+@pytest.mark.quick("mistral")
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_samples_and_steps_ahead_on_padded_batches_give_the_same_tokens(name, tmp_path):
     family, overrides = MODELS[name]

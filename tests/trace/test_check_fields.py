@@ -188,6 +188,7 @@ def test_salts_are_numbered_as_they_appear(salt):
         check_events([*EVENTS[:place], changed, *EVENTS[place + 1 :]])
 
 
+@pytest.mark.quick("TokensSampled")
 @pytest.mark.parametrize("kind", ["StepScheduled", "TokensSampled"])
 def test_another_order_of_the_sequences_in_a_step_is_found(kind):
     places = [i for i, event in enumerate(EVENTS) if type(event).__name__ == kind and len(event.seq_ids) > 1]

@@ -148,6 +148,7 @@ def test_check_finds_the_corruption(events, name):
         check_events(corrupted)
 
 
+@pytest.mark.long
 def test_no_event_can_be_lost_unnoticed(events):
     """Each event but the last is left out, one at a time."""
     silent = []
