@@ -101,6 +101,15 @@ def gpu(monkeypatch):
         yield gpu
 
 
+@pytest.fixture
+def idle_gpu(monkeypatch):
+    """One whose kernels compute nothing, for what does not depend on it."""
+    from pretend_cuda import PretendGpu
+
+    with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
+        yield gpu
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread(tmp_path_factory) -> Iterator[None]:
     """And, for the tests marked `bits`, the setting of `make test-matrix`."""

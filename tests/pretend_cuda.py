@@ -162,8 +162,8 @@ class PretendGpu(TorchFunctionMode):
             return self._pin(result) if pin else result
         elif name in UPLOADS:
             self._upload(torch.as_tensor(args[0]), non_blocking=False)
-        if self.memory == "meta" and name == "item":
-            return 0.5
+        if self.memory == "meta" and name in ("item", "__int__"):
+            return 0.5 if name == "item" else 0
         if name == "mm" and "out_dtype" in kwargs:  # only a GPU has it
             func = wide_product
         if self.memory == "meta":  # its operations ask for the device

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
 # Of each file at least so many tests pass, not slow and slow.
 PASSES = {
-    "attention/test_pretend_cuda.py": (9, 8),
+    "attention/test_pretend_cuda.py": (9, 2),
     "layers/test_kernel_guard.py": (4, 0),
     "layers/test_triton_experts.py": (13, 4),
     "layers/test_triton_gguf.py": (11, 0),
@@ -19,7 +19,6 @@ PASSES = {
     "layers/test_triton_sampling.py": (13, 25),
     "layers/test_triton_weights.py": (20, 0),
     "runner/test_decode_counts.py": (3, 0),
-    "runner/test_gemma4_gpu.py": (0, 5),
     "runner/test_no_waits.py": (14, 40),
     "runner/test_pretended_models.py": (1, 140),
 }

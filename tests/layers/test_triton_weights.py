@@ -1,11 +1,11 @@
-"""The Triton product with quantized weights: equal to its twin in the interpreter, and compiled for three GPUs."""
+"""The Triton product with quantized weights: equal to its twin in the interpreter."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import interpreted, plain
+from interpreter import interpreted
 from quantized_zoo import exact_activations, random_float8, random_weight
 
 from pagedcli.errors import ModelError
@@ -152,54 +152,6 @@ def test_no_tokens_and_the_layer_of_a_checkpoint():
     linear = stored.linear([tensors], None, torch.float32, "triton")
     assert isinstance(linear, TritonLinear)
     torch.testing.assert_close(linear(torch.eye(64)).T, weight)
-
-
-def check_compiled(dtype, capability, form, group_size, tmp_path, token_counts):
-    from triton_compile import NAMES, SHARED_LIMIT, Compiled, kernel_weight_types
-
-    from pagedcli.layers import triton_products as products
-
-    weight = products.KernelWeight(form, 4096, 4096, group_size, torch.empty(0))
-    data = f"*{NAMES[dtype]}"
-    weight_types = kernel_weight_types(form, capability, data)
-    types = {"x_ptr": data, "bias_ptr": data, "out_ptr": "*fp32", "num_tokens": "i32", **weight_types}
-    for num_tokens in token_counts:
-        constants, launch = products.linear_constants(weight, num_tokens, 132)
-        constants |= {"BIAS": False, "WHOLE": False}
-        kernel = Compiled(products.linear_kernel, types, constants, capability, tmp_path=tmp_path, **launch)
-        assert kernel.spilled_bytes == 0
-        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
-        assert "mma" in kernel.ptx
-        assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == (form == "float8" and capability >= 89)
-        if num_tokens == 1:  # four programs fit a multiprocessor side by side, on small cards three
-            assert (3 if capability in (86, 89, 120) else 4) * kernel.shared_bytes <= SHARED_LIMIT[
-                capability
-            ] + 8 * 1024
-            assert 4 * 128 * kernel.n_regs <= 65536
-    constants = {**weight.constants, "BLOCK_N": 64, "BLOCK_K": 64}
-    kernel = Compiled(products.unpack_kernel, {**weight_types, "out_ptr": data}, constants, capability, 4, tmp_path)
-    assert kernel.spilled_bytes == 0
-
-
-STORED = [("codes4", 128), ("codes4", 32), ("e2m1", 32), ("codes8", 4096), ("float8", 128), ("float8", 4096)]
-
-
-@plain
-@pytest.mark.parametrize(
-    ("dtype", "capability", "form", "group_size"),
-    [(torch.bfloat16, 80, "codes4", 32), (torch.bfloat16, 90, "float8", 128)],
-)
-def test_it_compiles_without_spills(dtype, capability, form, group_size, tmp_path):
-    check_compiled(dtype, capability, form, group_size, tmp_path, (1,))
-
-
-@plain
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize(("form", "group_size"), STORED)
-def test_all_of_it_compiles_without_spills(dtype, capability, form, group_size, tmp_path):
-    check_compiled(dtype, capability, form, group_size, tmp_path, (1, 32, 64))
 
 
 @interpreted
