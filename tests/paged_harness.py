@@ -1,6 +1,8 @@
 """Drives a CausalLM over a paged cache without the engine: ragged prompts, in chunks, then token by token."""
 
+import functools
 import itertools
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -108,9 +110,15 @@ def ragged_sequences(vocab_size=320, seed=0):
     return sequences, num_prompt
 
 
-@torch.inference_mode()
 def transformers_logits(path, sequences, *, dtype=torch.float32):
-    """The same logits from transformers, one sequence at a time without a cache."""
+    """The same logits from transformers, one sequence at a time without a cache; once for a folder as it is."""
+    state = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(Path(path).iterdir()))
+    return _transformers_logits(path, state, tuple(map(tuple, sequences)), dtype)
+
+
+@functools.cache
+@torch.inference_mode()
+def _transformers_logits(path, _, sequences, dtype):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()

@@ -1,6 +1,7 @@
 """A server before and after a restart: each planted fault of what it kept is found, and no correct one is accused."""
 
 from collections import OrderedDict
+from functools import cache
 
 import pytest
 from cli_harness import pagedcli
@@ -56,11 +57,16 @@ def restore(server, kept, fault):
         server._choices = lambda body, tokens, blocks, salt, **crowd: choices(body, tokens, [], salt, **crowd)
 
 
+@cache
+def audited_before(settings):
+    """What is remembered of a first server, and what it has kept."""
+    with serving(settings) as server:
+        return audited(server, remembers=True).memory, server.cache
+
+
 def restarted(before, after, fault=None):
     """The verdicts on the second server's memory of the first, and whether anything is wrong."""
-    with serving(Settings(**before)) as server:
-        memory = audited(server, remembers=True).memory
-        kept = server.cache
+    memory, kept = audited_before(Settings(**before))
     with serving(Settings(**after)) as server:
         restore(server, kept, fault)
         run = audited(server, memory=memory)
@@ -75,7 +81,7 @@ def planted(fault, seed, **kind):
 @pytest.mark.quick("restored-stale")
 @pytest.mark.parametrize("fault", RESTART_FAULTS)
 def test_a_planted_fault_of_a_restart_is_found(fault):
-    verdicts, is_wrong = planted(fault, 0)
+    verdicts, is_wrong = planted(fault, 1)
     assert is_wrong
     found = {verdict.text.partition(":")[0] for verdict in verdicts if verdict.status is Status.FAULT}
     assert ("hits are claimed that cannot be" if fault in OTHER_MODEL else "answers changed after the restart") in found
@@ -142,12 +148,11 @@ def test_a_file_that_is_not_a_memory_is_refused(tmp_path):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    with serving(Settings()) as server:
-        memory = audited(server, remembers=True).memory
+    memory, _ = audited_before(Settings(seed=1))
     save_memory(memory, tmp_path / "a.json", overwrite=False)
     assert load_memory(tmp_path / "a.json") == memory
     with (
-        serving(Settings(has_bos=True)) as server,
+        serving(Settings(seed=1, has_bos=True)) as server,
         pytest.raises(UsageError, match="tokenizes the remembered prompts differently"),
     ):
         audited(server, memory=memory)

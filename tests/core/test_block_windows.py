@@ -144,7 +144,7 @@ class AlternatingPoolMachine(PoolMachine):
 TestWindowedPool = WindowedPoolMachine.TestCase
 TestAlternatingPool = AlternatingPoolMachine.TestCase
 for case in (TestWindowedPool, TestAlternatingPool):
-    case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def test_groups_of_layers_with_other_heads_take_about_the_same_bytes():

@@ -145,7 +145,7 @@ roomy = {
 }  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=7), limits=limits, happenings=happenings, drafts=st.none() | drafts
 )

@@ -297,12 +297,12 @@ class CollidingQueueMachine(QueueMachine):
 @pytest.mark.parametrize("machine", [PoolMachine, CollidingPoolMachine], ids=["plain", "colliding"])
 @pytest.mark.parametrize("eviction", [name for name in POLICIES if name != "lru"])
 def test_every_policy_keeps_the_invariants(machine, eviction):
-    steps = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    steps = settings(max_examples=20, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(type(machine.__name__, (machine,), {"eviction": eviction}), settings=steps)
 
 
 @pytest.mark.quick("plain")
 @pytest.mark.parametrize("machine", [QueueMachine, CollidingQueueMachine], ids=["plain", "colliding"])
 def test_next_use_evicts_what_is_needed_last_under_any_use(machine):
-    steps = settings(max_examples=100, stateful_step_count=40, deadline=None)
+    steps = settings(max_examples=50, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(machine, settings=steps)

@@ -213,7 +213,7 @@ def test_a_context_that_has_its_scores_when_the_next_step_fails_ends():
 
 
 for machine in (ScoreMachine, AheadMachine, StateMachine, WindowMachine):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    machine.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 TestScores, TestAhead = ScoreMachine.TestCase, AheadMachine.TestCase
 TestStates, TestWindows = StateMachine.TestCase, WindowMachine.TestCase
 

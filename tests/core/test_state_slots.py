@@ -374,7 +374,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotMachine.TestCase
-TestSlots.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def test_checkpoints_that_are_made_dropped_and_read_are_counted():

@@ -189,6 +189,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.quick("int4-act-order", "mxfp4", "fp8-block")
 @interpreted
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
@@ -218,7 +219,7 @@ def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
 
     monkeypatch.setattr(triton_experts, "_LEAST_LENGTH", 128)
     monkeypatch.setattr(triton_experts, "processors_of", lambda _: 132)
-    generator, num_experts, width, inner = torch.Generator().manual_seed(7), 8, 416, 288
+    generator, num_experts, width, inner = torch.Generator().manual_seed(7), 3, 416, 288
 
     def noise(*shape):
         return torch.randn(*shape, generator=generator)
@@ -296,44 +297,6 @@ def test_the_ranks_of_a_parallel_group_add_up_to_the_experts_of_a_checkpoint(for
     expected = experts_of(plain, ParallelContext())(*arguments)
     ranks = [experts_of(packed, ParallelContext(rank, 2))(*arguments) for rank in (0, 1)]
     torch.testing.assert_close(ranks[0] + ranks[1], expected, rtol=1e-4, atol=1e-4)
-
-
-@interpreted
-@pytest.mark.slow
-def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
-    from engine_harness import make_engine, ragged_prompts, run
-    from model_zoo import tiny_model
-    from quantized_zoo import FORMATS, quantized_twins
-
-    from pagedcli.layers.triton_experts import GroupedExperts
-    from pagedcli.sampling_params import SamplingParams
-
-    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
-    source = tiny_model("qwen3-moe", tmp_path / "model", **sizes)
-    packed, plain = quantized_twins(source, tmp_path, *FORMATS["fp8-block"])
-    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)] * 2
-    expected = run(make_engine(plain, attention_backend="reference"), ragged_prompts(2), params)
-    engine = make_engine(packed, attention_backend="triton")
-    assert run(engine, ragged_prompts(2), params) == expected
-    assert isinstance(engine.model._late_branches[0].body.mixture, GroupedExperts)
-    assert [note for note in engine.model.notes if "kept so; activations are not rounded" in note]
-
-
-@interpreted
-@pytest.mark.slow
-def test_an_engine_gives_the_tokens_of_experts_with_biases(tmp_path):
-    from engine_harness import make_engine, ragged_prompts, run
-    from model_zoo import tiny_model
-
-    from pagedcli.layers.triton_experts import GroupedExperts
-    from pagedcli.sampling_params import SamplingParams
-
-    path = tiny_model("gpt_oss", tmp_path / "model")
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(2), params)
-    engine = make_engine(path, attention_backend="triton")
-    assert run(engine, ragged_prompts(2), params) == expected
-    assert isinstance(engine.model._late_branches[0].body.mixture, GroupedExperts)
 
 
 @interpreted

@@ -193,29 +193,3 @@ def test_no_tokens_touch_nothing():
     )  # fmt: skip
     assert q.shape == (0, 1, 8)
     assert cache.isnan().all()
-
-
-@pytest.mark.quick("gemma3")
-@interpreted
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3", "gemma3"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("gemma2", "olmo2", "phi3-longrope", "granite", "smollm3")
-    ],
-)
-def test_an_engine_of_these_kernels_gives_the_reference_tokens(family, tmp_path):
-    """Fused layers, Triton attention, padded decode and one step ahead, together."""
-    from engine_harness import make_engine, ragged_prompts, run
-    from model_zoo import tiny_model
-
-    from pagedcli.sampling_params import SamplingParams
-
-    path = tiny_model(family, tmp_path / "model")
-    params = [SamplingParams(temperature=t, max_tokens=3, ignore_eos=True, seed=1) for t in (0.0, 0.8)]
-    expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(2), params)
-    engine = make_engine(path, attention_backend="triton", async_scheduling=True)
-    assert all(branch.body.fused_store for branch in engine.model._branches[::2])
-    engine.runner.make_graphs(capture=False)
-    assert run(engine, ragged_prompts(2), params) == expected

@@ -75,6 +75,7 @@ def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
     torch.testing.assert_close(halved.double(), exact, rtol=2e-3, atol=2e-2 * float(exact.std()))
 
 
+@pytest.mark.quick("4 bits by 32", "FP8")
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
 def test_the_company_of_a_row_does_not_change_its_bits(form, monkeypatch):
@@ -84,8 +85,8 @@ def test_the_company_of_a_row_does_not_change_its_bits(form, monkeypatch):
     monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
     monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
     linear = TritonLinear(FORMS[form])
-    x = exact_activations(60, linear._weight.num_in).half() / 127
-    assert torch.equal(linear(x), torch.cat([linear(x[:1]), linear(x[1:30]), linear(x[30:])]))
+    x = exact_activations(40, linear._weight.num_in).half() / 127
+    assert torch.equal(linear(x), torch.cat([linear(x[:1]), linear(x[1:20]), linear(x[20:])]))
 
 
 @interpreted
@@ -152,21 +153,3 @@ def test_no_tokens_and_the_layer_of_a_checkpoint():
     linear = stored.linear([tensors], None, torch.float32, "triton")
     assert isinstance(linear, TritonLinear)
     torch.testing.assert_close(linear(torch.eye(64)).T, weight)
-
-
-@interpreted
-def test_an_engine_gives_the_tokens_of_the_dequantized_weights(tmp_path):
-    from engine_harness import make_engine, ragged_prompts, run
-    from model_zoo import tiny_model
-    from quantized_zoo import FORMATS, quantized_twins
-
-    from pagedcli.sampling_params import SamplingParams
-
-    model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
-    packed, plain = quantized_twins(model, tmp_path, *FORMATS["gptq-act-order"])
-    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)] * 3
-    expected = run(make_engine(plain, attention_backend="reference"), ragged_prompts(3), params)
-    engine = make_engine(packed, attention_backend="triton")
-    assert run(engine, ragged_prompts(3), params) == expected
-    [note] = [note for note in engine.model.notes if "gptq" in note]
-    assert "kept so; activations are not rounded" in note

@@ -270,7 +270,7 @@ def test_other_versions_of_triton_compile_every_kernel(version, tmp_path):
 SUBSET = "compiles_within and (qwen3-0.6b or qwen3-30b-a3b or awq or qwen3.5-0.8b or gpt-oss or bamba or gemma-4-26b)"
 
 
-@pytest.mark.quick("qwen3.5-0.8b-expected3", "kimi-linear-expected5", "bamba-9b-expected6")
+@pytest.mark.quick("qwen3.5-0.8b-*")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
