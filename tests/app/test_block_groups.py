@@ -4,9 +4,8 @@ from collections import Counter
 
 import pytest
 from app_harness import contrast, drive, press, screen_text, settle, shown
-from scripted import Simulation
+from harness.core import EventList, Simulation, simulated
 from test_navigation import colours, typed
-from trace_harness import EventList, simulated
 
 from pagedcli.app.block_map import _CACHED_OF_GROUP, _MARKED, _STYLES, _cells
 from pagedcli.app.pool_app import PoolApp

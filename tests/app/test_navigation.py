@@ -5,10 +5,9 @@ import time
 
 import pytest
 from app_harness import contrast, drive, press, screen_text, settle, shown
+from harness.core import EventList, Simulation, simulated
 from rich.color import Color
-from scripted import Simulation
 from textual.events import MouseDown, MouseMove, MouseScrollUp, MouseUp
-from trace_harness import EventList, simulated
 
 from pagedcli.app.colours import ANSI
 from pagedcli.app.commands import run_command

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from app_harness import drive, press, screen_text, settle, shown
-from trace_harness import EventList, simulated
+from harness.core import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.pool_app import PoolApp

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from app_harness import drive, press, screen_text, settle
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_players import LivePlayer

@@ -25,8 +25,8 @@ from attention_cases import (
     worst_error,
 )
 from bit_settings import by_default
-from engine_harness import ragged_prompts
-from engine_harness import run as run_engine
+from harness.engine import ragged_prompts
+from harness.engine import run as run_engine
 from model_zoo import tiny_model
 
 import pagedcli

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import ragged_prompts, run
+from harness.engine import ragged_prompts, run
 from interpreter import INTERPRETED, interpreted, plain
 from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file

@@ -5,11 +5,11 @@ import re
 
 import jsonschema
 import pytest
-from batch_harness import Harness
 from conftest import shared_data
+from harness.core import EveryGuess
+from harness.engine import Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EveryGuess
 
 from pagedcli import LLM, SamplingParams
 from pagedcli.batch.grammar import Grammars

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from batch_harness import is_complete, without_run_dependent_fields
+from harness.engine import is_complete, without_run_dependent_fields
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path

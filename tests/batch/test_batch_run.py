@@ -8,8 +8,8 @@ import threading
 
 import msgspec
 import pytest
-from batch_harness import Harness, without_run_dependent_fields
 from bit_settings import by_default
+from harness.engine import Harness, without_run_dependent_fields
 
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.sinks import StreamSink

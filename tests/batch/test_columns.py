@@ -5,8 +5,8 @@ import io
 import json
 
 import pytest
-from batch_harness import Harness
 from cli_harness import FAST, pagedcli, rows_of
+from harness.engine import Harness
 
 from pagedcli.batch.columns import METRICS, Columns
 from pagedcli.errors import UsageError

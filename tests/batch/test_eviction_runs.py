@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from batch_harness import Harness
+from harness.engine import Harness
 from model_zoo import cached_model
 
 from pagedcli.core.eviction import POLICIES

@@ -7,8 +7,8 @@ import time
 from datetime import datetime
 
 import pytest
-from batch_harness import Harness
 from effort import Effort
+from harness.engine import Harness
 
 from pagedcli.answers.divergence import divergences
 from pagedcli.batch.chat_template import TimeLimit

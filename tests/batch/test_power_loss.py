@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from batch_harness import is_complete, without_run_dependent_fields
+from harness.engine import is_complete, without_run_dependent_fields
 from power_loss import left_behind
 
 from pagedcli.batch import journal

@@ -4,7 +4,7 @@ every kind, each capability that must not change rows; see tests/runner/test_cap
 import json
 
 import pytest
-from batch_harness import without_run_dependent_fields
+from harness.engine import without_run_dependent_fields
 from quick import slow_but
 
 from pagedcli.batch.job import Job

@@ -6,9 +6,9 @@ import json
 from functools import partial
 
 import pytest
-from batch_harness import Harness
 from cli_harness import pagedcli
 from conftest import shared_data
+from harness.engine import Harness
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.score_comparison import RowScores, ScoreComparison, interval

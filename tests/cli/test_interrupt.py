@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 from cli_harness import pagedcli
-from trace_harness import simulated, write
+from harness.core import simulated, write
 
 # Ctrl-C arrives when a module is about to be imported
 PROGRAM = """

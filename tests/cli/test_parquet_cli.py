@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from batch_harness import is_complete, without_run_dependent_fields
 from cli_harness import FAST, pagedcli, rows_of
+from harness.engine import is_complete, without_run_dependent_fields
 
 from pagedcli.batch.journal import journal_path
 

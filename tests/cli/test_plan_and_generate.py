@@ -5,7 +5,7 @@ import random
 
 import pytest
 from cli_harness import pagedcli, rows_of
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from effort import Effort
-from trace_harness import simulated, write
+from harness.core import simulated, write
 
 from pagedcli import files
 from pagedcli.__main__ import _show_what_stdout_can

@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 import xxhash
+from harness.core import CollidingPoolMachine, PoolMachine, make_seq, prefill
 from hypothesis import settings
-from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.prefix_lookup import PrefixHit

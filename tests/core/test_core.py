@@ -7,10 +7,9 @@ from contextlib import suppress
 from copy import copy
 
 import pytest
+from harness.core import Oracle, Simulation, likeliest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from oracle import Oracle
-from scripted import Simulation, likeliest
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import RequestError

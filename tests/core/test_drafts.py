@@ -3,10 +3,8 @@
 import random
 
 import pytest
-from oracle import EveryGuess, Oracle
-from scripted import Simulation
+from harness.core import EventList, EveryGuess, Oracle, Simulation
 from test_core import same_pool, stop_after
-from trace_harness import EventList
 
 from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.drafts import MOST_DECODES, STEPS_UNTIL_NEW_COUNT, Drafting, NgramDrafter, within_grammar

@@ -1,10 +1,10 @@
 """Eviction policies: which cached block goes, and that every policy keeps the pool's invariants."""
 
 import pytest
+from harness.core import CollidingPoolMachine, PoolMachine, make_seq, prefill
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, rule, run_state_machine_as_test
-from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.eviction import POLICIES, Lfu, sees_queue

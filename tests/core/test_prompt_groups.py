@@ -1,7 +1,7 @@
 """New prompts of a full batch start in groups: fewer steps mix prompts with decodes, and nobody waits long."""
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.core.scheduler import MOST_HELD
 from pagedcli.events import RequestWaiting

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from harness.core import Simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Simulation
 from test_core import alone, limits, play, request, same_pool
 from test_store_machine import AtOnce
 

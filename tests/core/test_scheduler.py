@@ -3,10 +3,9 @@
 from contextlib import suppress
 
 import pytest
+from harness.core import Simulation, check_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Simulation
-from trace_harness import check_events
 
 from pagedcli.core.sequence import SequenceStatus
 from pagedcli.errors import RequestError

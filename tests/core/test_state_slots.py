@@ -5,14 +5,11 @@ import random
 from contextlib import suppress
 
 import pytest
+from harness.core import EventList, Oracle, Simulation, make_seq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
-from oracle import Oracle
-from pool_harness import make_seq
-from scripted import Simulation
 from test_core import alone, drafts, happenings, limits, oracle, plain, play, request, roomy, same_pool
-from trace_harness import EventList
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache import make_cache

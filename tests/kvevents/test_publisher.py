@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from harness.core import Simulation
 from kv_event_harness import message, stored
-from scripted import Simulation
 
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.fold import KVState

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 from conftest import native_library
+from harness.engine import PagedHarness, paged_logits, ragged_sequences, transformers_logits
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import gptq, quantized_twins
 
 from pagedcli.attention.base import AttentionSpec

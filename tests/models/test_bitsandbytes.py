@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from harness.engine import paged_logits, ragged_sequences
 from model_zoo import cached_model, load_model
-from paged_harness import paged_logits, ragged_sequences
 from quantized_zoo import quantized_twins
 from safetensors.torch import load_file, save_file
 

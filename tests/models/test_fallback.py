@@ -7,9 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import (
+    make_engine,
+    paged_logits,
+    ragged_prompts,
+    ragged_sequences,
+    run,
+    transformers_logits,
+    transformers_tokens,
+)
 from model_zoo import FALLBACK_FAMILIES, cached_model, load_model, random_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention

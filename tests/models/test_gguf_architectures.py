@@ -6,9 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from engine_harness import make_engine, ragged_prompts, run
 from gguf_conversions import converted
 from gguf_files import gguf, random_blocks
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model, tiny_model
 from safetensors.numpy import load_file, save_file
 

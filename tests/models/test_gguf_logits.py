@@ -3,8 +3,8 @@
 import pytest
 import torch
 from gguf_files import gguf_twins
+from harness.engine import paged_logits
 from model_zoo import load_model, tiny_model
-from paged_harness import paged_logits
 
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import CpuAttention

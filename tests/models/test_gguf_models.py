@@ -4,8 +4,8 @@ import shutil
 
 import numpy as np
 import pytest
-from engine_harness import make_engine, ragged_prompts, run
 from gguf_files import gguf_twins, split
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model, tiny_model
 from safetensors.torch import load_file, save_file
 

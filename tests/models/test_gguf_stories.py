@@ -7,8 +7,8 @@ import torch
 import transformers
 from cli_harness import PROMPTS, pagedcli
 from conftest import shared_data
-from engine_harness import make_engine, run
 from gguf_files import gguf_twins
+from harness.engine import make_engine, run
 
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.sampling_params import SamplingParams

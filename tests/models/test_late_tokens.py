@@ -3,9 +3,8 @@
 import pytest
 import torch
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts
+from harness.engine import PagedHarness, make_engine, ragged_prompts
 from model_zoo import ALL_FAMILIES, GEMMA4_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import PagedHarness
 
 from pagedcli.attention.select import select_backend
 from pagedcli.models.decoder import Decoder

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.engine import paged_logits, ragged_sequences, transformers_logits
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ConfigError

@@ -6,9 +6,8 @@ import pytest
 import torch
 import transformers
 from conftest import native_library
-from engine_harness import make_engine, run
+from harness.engine import make_engine, paged_logits, ragged_sequences, run, transformers_logits
 from model_zoo import DATA_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 

@@ -5,9 +5,8 @@ import time
 
 import pytest
 import torch
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, paged_logits, ragged_prompts, run
 from model_zoo import load_model, tiny_model
-from paged_harness import paged_logits
 from quantized_zoo import (
     FORMATS,
     auto_round,

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
+from harness.engine import paged_logits, ragged_sequences, transformers_logits
 from model_zoo import RECURRENT_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quick import slow_but
 from safetensors.torch import load_file, save_file
 

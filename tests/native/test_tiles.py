@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
+from harness.engine import paged_logits, ragged_sequences, transformers_logits
 from model_zoo import load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import random_weight
 
 from pagedcli.attention import cpu

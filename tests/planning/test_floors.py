@@ -4,7 +4,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from pool_harness import plan_for
+from harness.core import plan_for
 
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import random_draw, workload_floor

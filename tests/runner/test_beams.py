@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts
+from harness.engine import make_engine, ragged_prompts
 from model_zoo import cached_model
 
 from pagedcli.batch.requests import RequestParser

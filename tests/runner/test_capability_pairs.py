@@ -9,10 +9,9 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from engine_harness import ragged_prompts
+from harness.core import EveryGuess, Oracle, check_events
+from harness.engine import ragged_prompts
 from model_zoo import cached_model
-from oracle import EveryGuess, Oracle
-from trace_harness import check_events
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError

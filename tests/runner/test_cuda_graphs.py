@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from engine_harness import ragged_prompts, run
+from harness.engine import ragged_prompts, run
 from model_zoo import tiny_model
 
 from pagedcli.attention.reference import ReferenceAttention

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from engine_harness import FirstEight
+from harness.engine import FirstEight
 from interpreter import interpreted
 from model_zoo import tiny_model
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
 from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
-from paged_harness import transformers_tokens
 from quick import slow_but
 
 from pagedcli.attention.select import REGISTRY

@@ -2,10 +2,9 @@
 
 import pytest
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
 from model_zoo import COMPOSED_FAMILIES, SLOW_FAMILIES, cached_model
 from msgspec import structs
-from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
 from pagedcli.errors import BackendError

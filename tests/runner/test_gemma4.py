@@ -7,9 +7,8 @@ import re
 import pytest
 import torch
 from bit_settings import by_default
-from engine_harness import make_engine, run
+from harness.engine import make_engine, paged_logits, ragged_sequences, run, transformers_logits, transformers_tokens
 from model_zoo import GEMMA4_FAMILIES, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
 from safetensors.torch import load_file, save_file
 from test_windows import CPU_BACKENDS, PROMPTS, WINDOW
 

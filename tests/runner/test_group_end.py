@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch.distributed as dist
-from engine_harness import ragged_prompts
+from harness.engine import ragged_prompts
 from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig

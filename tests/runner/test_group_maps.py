@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from app_harness import drive, press
-from engine_harness import ragged_prompts
+from harness.engine import ragged_prompts
 from model_zoo import tiny_model
 
 from pagedcli.app.pool_app import PoolApp

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import RECURRENT_FAMILIES, cached_model
 from msgspec import structs
 

@@ -2,7 +2,7 @@
 every family, kind of sampling and kind of weights, with kernels that are launched but not run (see pretend_cuda)."""
 
 import pytest
-from engine_harness import FirstEight, ragged_prompts
+from harness.engine import FirstEight, ragged_prompts
 from interpreter import interpreted
 from model_zoo import GEMMA4_FAMILIES, tiny_model
 from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins

@@ -7,9 +7,9 @@ import shutil
 import msgspec
 import pytest
 import torch
-from engine_harness import ragged_prompts, run
+from harness.core import check_events
+from harness.engine import ragged_prompts, run
 from model_zoo import cached_model, tiny_model
-from trace_harness import check_events
 
 from pagedcli import content_files
 from pagedcli.config import EngineConfig

@@ -6,8 +6,8 @@ from itertools import product
 
 import fake_flash
 import pytest
-from engine_harness import FirstEight, run
 from gguf_files import gguf_twins
+from harness.engine import FirstEight, run
 from interpreter import interpreted
 from model_zoo import tiny_model
 from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins

@@ -5,9 +5,8 @@ import random
 
 import pytest
 from bit_settings import by_default
-from engine_harness import make_engine
+from harness.engine import make_engine, transformers_logits
 from model_zoo import cached_model, tiny_model
-from paged_harness import transformers_logits
 
 from pagedcli import LLM
 from pagedcli.errors import RequestError

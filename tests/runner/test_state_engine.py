@@ -2,7 +2,7 @@
 and prompts that branch compute what they share once."""
 
 import pytest
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 
 from pagedcli.config import EngineConfig

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from engine_harness import ragged_prompts, run
+from harness.engine import ragged_prompts, run
 from model_zoo import tiny_model
 from quick import slow_but
 

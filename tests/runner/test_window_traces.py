@@ -5,8 +5,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from scripted import Simulation
-from trace_harness import EventList, check_events, simulated
+from harness.core import EventList, Simulation, check_events, simulated
 
 from pagedcli.answers.fits import group_rows
 from pagedcli.core.groups import TableShape, cache_groups, sized

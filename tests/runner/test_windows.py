@@ -4,9 +4,8 @@ import random
 
 import pytest
 from bit_settings import by_default
-from engine_harness import make_engine, run
+from harness.engine import make_engine, run, transformers_tokens
 from model_zoo import tiny_model
-from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
 from pagedcli.errors import BackendError

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pyarrow.parquet as pq
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import PagedcliError, UsageError

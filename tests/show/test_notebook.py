@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_harness import pagedcli
-from trace_harness import EventList, simulated, write
+from harness.core import EventList, simulated, write
 
 import pagedcli as package
 from pagedcli import LLM, SamplingParams, open_trace

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_harness import pagedcli
-from scripted import Simulation
-from trace_harness import EventList, simulated, write
+from harness.core import EventList, Simulation, simulated, write
 
 import pagedcli.events as ev
 from pagedcli.cli.picture import _counted

@@ -8,7 +8,7 @@ import subprocess
 from itertools import pairwise
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.events import StepScheduled
 from pagedcli.show.report import PoolFrames, embedded_json, render_report

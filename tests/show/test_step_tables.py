@@ -5,8 +5,8 @@ import random
 import re
 
 import pytest
+from harness.core import Simulation
 from rich.console import Console
-from scripted import Simulation
 
 from pagedcli.events import StepScheduled
 from pagedcli.show.step_tables import print_step_tables, shared_prefixes, step_markdown, step_tables, table_lines

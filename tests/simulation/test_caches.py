@@ -5,9 +5,9 @@ from array import array
 import numpy as np
 import pytest
 from conftest import shared_data
+from harness.core import make_seq, plan_for, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_harness import make_seq, plan_for, prefill
 
 from pagedcli.answers.hits import found_in
 from pagedcli.core.block_manager import BlockManager

@@ -6,9 +6,9 @@ from array import array
 import msgspec
 import pytest
 from cli_harness import pagedcli
+from harness.core import Simulation, scripted_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Simulation, scripted_plan
 
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape

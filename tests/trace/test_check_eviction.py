@@ -2,7 +2,7 @@
 
 import pytest
 from cli_harness import pagedcli
-from trace_harness import check_events, simulated, write
+from harness.core import check_events, simulated, write
 
 from pagedcli.core.eviction import POLICIES
 from pagedcli.errors import TraceError

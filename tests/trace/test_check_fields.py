@@ -2,8 +2,7 @@
 
 import msgspec
 import pytest
-from scripted import Simulation
-from trace_harness import check_events, simulated
+from harness.core import Simulation, check_events, simulated
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (

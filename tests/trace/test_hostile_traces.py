@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from trace_harness import simulated
+from harness.core import simulated
 
 from pagedcli import line_files
 from pagedcli.errors import TraceError

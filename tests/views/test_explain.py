@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.events import BlockEvicted, PrefixLookedUp
 from pagedcli.trace.fold import pool_fold

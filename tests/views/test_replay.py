@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from scripted import Simulation
-from trace_harness import EventList, check_events, simulated, write
+from harness.core import EventList, Simulation, check_events, simulated, write
 
 from pagedcli.app.sequences import sequence_facts
 from pagedcli.errors import TraceError
