@@ -86,7 +86,7 @@ kinds = st.sampled_from(
 @given(requests=st.lists(request, min_size=1, max_size=6), limits=limits, kind=kinds)
 def test_after_a_restart_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, kind):
     requests += requests[:2]  # what is hit is kept
-    limits = {**limits, **kind, "enable_prefix_caching": True}
+    limits = {**limits, **kind, "block_size": 2, "enable_prefix_caching": True}
     limits["num_blocks"] *= len(kind.get("windows", (None,)))
     expected = {}
     for number, asked in enumerate(requests):
