@@ -1,11 +1,10 @@
-"""Models with recurrent layers through the engine: the tokens of transformers, whatever pool, slots and company."""
+"""Models with recurrent layers through the engine: bits do not depend on pool, slots, checkpoints and company (their
+tokens are those of transformers by test_families)."""
 
 import pytest
-import torch
 from bit_settings import by_default
 from harness.engine import make_engine, ragged_prompts, run
-from model_zoo import RECURRENT_FAMILIES, cached_model
-from msgspec import structs
+from model_zoo import cached_model
 
 from pagedcli.sampling_params import SamplingParams
 
@@ -16,56 +15,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 PROMPTS = ragged_prompts(4)
 # caching with eviction, preemption, chunks and few slots; then each alone
 HARD = {"chunked_prefill_size": 7, "num_kvcache_blocks": 9, "num_state_slots": 5, "max_model_len": 96}
-EASY = [
-    {"enable_prefix_caching": False, "block_size": 4, "num_kvcache_blocks": 120, "max_model_len": 96},
-    {"chunked_prefill_size": 64, "checkpoints": "end", "block_size": 4, "max_model_len": 96},
-    {"max_num_seqs": 1, "checkpoints": "16", "max_model_len": 96},
-    {"checkpoints": "none", "attention_backend": "reference", "max_model_len": 96},
-]
-
-
-@torch.inference_mode()
-def tokens_of_transformers(path, prompts, num_new):
-    """Greedy tokens, each prompt alone: padding passes through convolutions with a bias."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
-    ids = (torch.tensor([prompt]) for prompt in prompts)
-    return [model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
-
-
-@pytest.fixture(scope="module", params=RECURRENT_FAMILIES)
-def family(request, tmp_path_factory):
-    """A tiny model and its expected tokens."""
-    path = cached_model(request.param, tmp_path_factory)
-    return path, tokens_of_transformers(path, PROMPTS, NUM_NEW)
-
-
-@pytest.mark.quick("kimi_linear", "lfm2-bias")
-def test_tokens_equal_transformers_in_a_small_pool_with_few_slots(family):
-    path, expected = family
-    engine = make_engine(path, **HARD)
-    assert engine.plan.in_one_call
-    assert run(engine, PROMPTS, GREEDY) == expected
-    assert by_default(engine.stats.num_preemptions > 0)
-
-
-@pytest.mark.quick("kimi_linear", "lfm2-bias", "falcon_h1-norm")
-def test_tokens_equal_transformers_whatever_cache_chunk_and_checkpoints(family):
-    path, expected = family
-    for variant in EASY:
-        assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected, variant
-
-
-@pytest.mark.slow
-def test_three_samples_of_a_prompt_share_its_state_and_are_the_tokens_of_transformers(family):
-    path, expected = family
-    for variant in ({"block_size": 4, "max_model_len": 96}, {**HARD, "num_kvcache_blocks": 24}):
-        assert run(make_engine(path, **variant), PROMPTS, structs.replace(GREEDY, n=3)) == [
-            3 * sample for sample in expected
-        ]
 
 
 @pytest.fixture(scope="module")
