@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-long test-real test-all test-matrix test-machine test-ray test-tools check lint wheel wheels release-check clean
+.PHONY: demo test test-long test-real test-all test-matrix test-machine test-simulator test-ray test-tools check lint wheel wheels release-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -28,6 +28,12 @@ test-matrix: $(VENV)/.installed-dev
 	  PAGEDCLI_SETTING=$$setting timeout 1800 $(BIN)/python -m pytest -n 2 --dist worksteal \
 	    -m "bits and not slow and not machine and not tools" || failed="$$failed $$setting"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# Random runs on a machine that fails: kills, power cuts, full disks, torn writes; see tests/simulator. ONLY=SEED replays
+# one, after a failure.
+MINUTES ?= 5
+test-simulator: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -m simulator --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY))
 
 # What compares with this machine's speed and memory: one test after another, on a quiet machine.
 test-machine: $(VENV)/.installed-dev

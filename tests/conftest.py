@@ -19,6 +19,10 @@ if os.environ.get("PAGEDCLI_KERNEL_GUARD"):  # see layers/test_kernel_guard.py
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--renew-snapshots", action="store_true", help="write tests/snapshots anew")
+
+
 def shared_data(name: str) -> Path:
     """A folder or file of ../shared/data; the test is skipped, with the reason, where it is absent."""
     path = SHARED / name

@@ -34,6 +34,11 @@ class Cut:
     synced: Disk
     seen: Disk
 
+    @property
+    def has_unsynced(self) -> bool:
+        """Whether some content is not on the disk."""
+        return any(self.synced.content.get(number) != content for number, content in self.seen.content.items())
+
     def leave(self, content: str, *, keeps_names: bool) -> None:
         """Make the folder what a cut leaves."""
         shutil.rmtree(self.root)
@@ -71,46 +76,60 @@ def left_behind(root: Path, program: Callable[[], object]) -> Iterator[tuple[int
             yield number, content, keeps_names
 
 
-def _moments(root: Path, program: Callable[[], object]) -> list[Cut]:
-    cuts: list[Cut] = []
-    held: dict[int, int] = {}  # files that stay open, so that their numbers are not used again
+class WatchedDisk:
+    """What of a folder is on the disk. `sync` takes the place of os.fsync; `cut` gives the moment for a cut."""
 
-    def hold(fd: int) -> int:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._held: dict[int, int] = {}  # files that stay open, so that their numbers are not used again
+        self._synced = self._look()
+
+    def cut(self) -> Cut:
+        return Cut(self.root, Disk(dict(self._synced.names), dict(self._synced.content)), self._look())
+
+    def sync(self, fd: int) -> None:
+        seen, status = self._look(), os.fstat(fd)
+        folders = [folder for folder in seen.names if folder.stat().st_ino == status.st_ino]
+        self._synced.names.update((folder, seen.names[folder]) for folder in folders)
+        if not folders:
+            self._hold(os.dup(fd))
+            self._synced.content[status.st_ino] = os.pread(fd, status.st_size, 0)
+
+    def close(self) -> None:
+        for fd in self._held.values():
+            os.close(fd)
+        self._held.clear()
+
+    def _hold(self, fd: int) -> int:
         number = os.fstat(fd).st_ino
-        if held.setdefault(number, fd) != fd:
+        if self._held.setdefault(number, fd) != fd:
             os.close(fd)
         return number
 
-    def look() -> Disk:
+    def _look(self) -> Disk:
         found = Disk()
-        for folder, folders, files in os.walk(root):
+        for folder, folders, files in os.walk(self.root):
             named = found.names[Path(folder)] = dict.fromkeys(folders)
             for name in files:
                 fd = os.open(Path(folder, name), os.O_RDONLY)
                 content = os.pread(fd, os.fstat(fd).st_size, 0)
-                named[name] = number = hold(fd)
+                named[name] = number = self._hold(fd)
                 found.content[number] = content
         return found
 
-    synced = look()
 
-    def note(seen: Disk) -> None:
-        cuts.append(Cut(root, Disk(dict(synced.names), dict(synced.content)), seen))
+def _moments(root: Path, program: Callable[[], object]) -> list[Cut]:
+    cuts: list[Cut] = []
+    disk = WatchedDisk(root)
 
     def sync(fd: int) -> None:
-        seen, status = look(), os.fstat(fd)
-        note(seen)
-        folders = [folder for folder in seen.names if folder.stat().st_ino == status.st_ino]
-        synced.names.update((folder, seen.names[folder]) for folder in folders)
-        if not folders:
-            hold(os.dup(fd))
-            synced.content[status.st_ino] = os.pread(fd, status.st_size, 0)
+        cuts.append(disk.cut())
+        disk.sync(fd)
 
     try:
         with mock.patch.object(os, "fsync", sync):
             program()
-        note(look())
+        cuts.append(disk.cut())
     finally:
-        for fd in held.values():
-            os.close(fd)
+        disk.close()
     return cuts

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from pagedcli import __version__
 from pagedcli.cli.main import COMMANDS, app
 from pagedcli.cli.options import FLAGS
 from pagedcli.config import Config, EngineConfig, RunConfig, load_config
@@ -63,21 +62,6 @@ def test_the_first_screen_of_generate_fits_and_names_the_sections_that_hold_the_
     assert "has no section 'no'" in run("generate", "--help", "no").stderr
 
 
-def test_a_key_without_a_flag_is_named_where_it_is_given_as_one():
-    said = " ".join(run("generate", "-", "--min-tokens", "3").stderr.split())
-    assert "--min-tokens is not a flag: set sampling.min_tokens in the configuration file (-C)." in said
-
-
-def test_version():
-    assert run("--version").stdout == f"pagedcli {__version__}\n"
-
-
-def test_an_unknown_command_is_a_usage_error():
-    result = run("generat")
-    assert result.exit_code == 2
-    assert "generat" in result.stderr
-
-
 def test_default_yaml_changes_nothing():
     assert load_config(ROOT / "configs" / "default.yaml").config == Config()
 
@@ -99,30 +83,6 @@ def test_the_defaults_of_removed_keys_are_ignored(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("engine: {prefix_store_key: null, prefix_store_read: always}")
     assert load_config(path).config == Config()
-
-
-def test_the_help_says_the_range_type_and_default_of_the_structs():
-    help_ = " ".join(run("generate", "--help", "all").stdout.split())
-    assert "--block-size N Tokens per KV block. Default: 16." in help_
-    assert "--preemption-policy <last|largest>" in help_
-    assert "--max-tokens N Maximum tokens to generate. Default: 256." in help_
-    assert "Default: 0.9." in help_
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "allowed"),
-    [
-        ("--block-size", 0, "1 to 1048576"),
-        ("--gpu-memory-utilization", 0, "above 0 and at most 1"),
-        ("--max-errors", -1, "1 or more"),
-        ("--top-k", -2, f"-1 to {2**31 - 1}"),
-        ("--temperature", "nan", "0 to 1e+06"),
-    ],
-)
-def test_a_value_out_of_range_is_wrong_usage_that_says_the_range(flag, value, allowed):
-    result = run("generate", "-", flag, str(value))
-    assert result.exit_code == 2, result.stderr
-    assert f"{flag[2:].replace('-', '_')} is {value}, allowed: {allowed}" in result.stderr.replace(".0,", ",")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")) + sorted((ROOT / "examples").glob("*.yaml")))
@@ -167,22 +127,6 @@ def test_the_look_inside_configuration_shows_sharing_and_preemption():
     assert result.exit_code == 0, result.stderr
     assert "preemptions  0" not in result.stderr
     assert "0 of them cached" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (["--system", "@/dev/zero"], "--system-prompt: /dev/zero: cannot be read: it has more than 16,777,216 bytes"),
-        (["--response-format", "@/dev/zero"], "--response-format: /dev/zero: cannot be read: it has more than"),
-        (["--tools", "@/dev/zero"], "--tools: /dev/zero: cannot be read: it has more than 16,777,216 bytes"),
-        (["--chat-template", "/dev/zero"], "cannot read the chat template /dev/zero: it has more than 1,048,576 bytes"),
-        (["--config", "/dev/zero"], "cannot read the configuration /dev/zero: it has more than 1,048,576 bytes"),
-    ],
-)
-def test_a_file_without_end_is_refused(arguments, what):
-    result = run("generate", str(ROOT / "examples" / "prompts.jsonl"), *arguments)
-    assert result.exit_code == 2
-    assert what in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -64,21 +64,6 @@ def test_flags_reach_the_sampler(prompts):
     assert other != rows
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--temperature", "1e300"), ("--top-k", str(2**70)), ("--n", "1000000")],
-)
-def test_numbers_that_would_break_the_sampler_are_refused_by_name(prompts, flags):
-    said = pagedcli("generate", prompts, *flags, expect=2).stderr
-    assert flags[0][2:].replace("-", "_") in said
-    assert "allowed: " in said
-
-
-def test_a_bias_from_a_file_has_the_same_bounds(prompts, tmp_path):
-    (tmp_path / "run.yaml").write_text("sampling: {logit_bias: {5: 1.0e+99}}")
-    assert "logit_bias" in pagedcli("generate", prompts, "-C", tmp_path / "run.yaml", expect=2).stderr
-
-
 def test_a_config_file_is_read_and_flags_win(prompts, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("engine: {block_size: 4, num_kvcache_blocks: 64}\nsampling: {max_tokens: 2, ignore_eos: true}\n")
@@ -178,41 +163,6 @@ def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_pa
     assert not list(out.parent.glob("out*"))
 
 
-def test_a_config_typo_names_the_nearest_key(prompts, tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text("engine:\n  blok_size: 4\n")
-    result = pagedcli("generate", prompts, "-C", config, expect=2)
-    assert "blok_size" in result.stderr
-    assert "hint: did you mean engine.block_size?" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--dtype", "float"), "float32"),
-        (("--kv-cache-memory", "lots"), "cannot read 'lots' as a number of bytes"),
-        (("--block-size", "0"), "block_size is 0"),
-        (("--temperature", "-1"), "temperature is -1.0"),
-        (("--limit", "0"), "limit is 0"),
-        (("--no-such-flag",), "--no-such-flag"),
-        (("--resume", "--overwrite", "-o", "x"), "exclude each other"),
-        (("--resume",), "--resume needs an output file"),
-        (("--chat-template", "none.jinja"), "cannot read the chat template"),
-        (("--device", "cuda:77"), "cuda"),
-        (("--attention-backend", "none"), "unknown attention backend 'none'"),
-        (("-m", "./no/such/model"), "no model folder"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_wrong_usage_has_exit_code_2(prompts, arguments, said):
-    assert said in pagedcli("generate", prompts, *arguments, expect=2).stderr
-
-
-def test_no_input_says_what_is_missing():
-    assert "no prompts given" in pagedcli("generate", expect=2).stderr
-    assert "cannot read the prompts none.jsonl" in pagedcli("generate", "none.jsonl", expect=2).stderr
-
-
 def test_an_output_that_exists_is_refused_before_the_model_is_loaded(prompts, out):
     out.write_text("precious\n")
     result = pagedcli("generate", prompts, "-o", out, *FAST, expect=2)
@@ -300,15 +250,6 @@ def test_nothing_from_the_input_steers_the_terminal(tmp_path):
 # ---------------------------------------------------------------------- looking inside
 
 
-def test_dump_kv_prints_tables_of_each_step(prompts, out):
-    result = pagedcli("generate", prompts, "-o", out, *FAST, "--dump-kv")
-    assert "step 0" in result.stdout
-    assert "block table" in result.stdout.lower()
-    to_stdout = pagedcli("generate", prompts, *FAST, "--dump-kv")
-    assert len(rows_of(to_stdout.stdout)) == 3, "rows own stdout"
-    assert "step 0" in to_stdout.stderr
-
-
 def test_record_writes_a_trace_without_prompts_unless_asked(prompts, out, tmp_path):
     trace = tmp_path / "trace.jsonl"
     pagedcli("generate", prompts, "-o", out, *FAST, "--record", trace)
@@ -355,14 +296,6 @@ def test_a_pool_larger_than_the_memory_is_refused(tmp_path, flags):
     result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *flags, expect=2)
     assert "asks for a KV cache of" in result.stderr
     assert "GiB of memory are available" in result.stderr
-
-
-@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "mps:0"])
-def test_a_device_that_no_backend_serves_is_refused(tmp_path, device):
-    prompts = tmp_path / "in.jsonl"
-    prompts.write_text(PROMPTS)
-    result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", "--device", device, expect=2)
-    assert f"device is '{device}', but pagedcli runs on cpu and cuda only" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -85,25 +85,11 @@ def test_export_for_perfetto(trace, tmp_path):
     assert json.loads(to_stdout)["traceEvents"]
 
 
-def test_flags_of_generating_are_refused_by_name_for_a_recorded_run(trace):
-    said = pagedcli("trace", trace, "--max-tokens", "3", "--paused", expect=2).stderr
-    assert "a recorded run generates nothing: --paused, --max-tokens do not apply" in said
-
-
 def test_the_old_name_works_and_says_the_new_one(trace):
     old, new = (pagedcli(name, trace, "--check") for name in ("replay", "trace"))
     assert old.stdout == new.stdout
     assert "note: pagedcli replay is pagedcli trace now" in old.stderr
     assert "replay" not in pagedcli("--help").stdout
-
-
-def test_wrong_usage_is_said_with_exit_code_2(trace, tmp_path):
-    assert "has no step 99999" in pagedcli("trace", trace, "--step", "99999", expect=2).stderr
-    assert "cannot read" in pagedcli("trace", tmp_path / "absent.jsonl", "--check", expect=2).stderr
-    assert "not named like a trace" in pagedcli("trace", tmp_path / "run.txt", "--check", expect=2).stderr
-    assert "-o needs --export" in pagedcli("trace", trace, "-o", "x", expect=2).stderr
-    assert "there is no request 'zzz' in" in pagedcli("explain", trace, "--request", "zzz", expect=2).stderr
-    assert "no request 'zzz'" in pagedcli("trace", trace, "--follow", "zzz", "--dump-kv", expect=2).stderr
 
 
 def test_explain_totals_reasons_and_the_longest_prefix(trace):
@@ -137,10 +123,6 @@ def test_csv_holds_one_table(trace):
         assert rows[0][0] == ("step" if options else "label")
         assert {len(row) for row in rows} == {len(rows[0])}
         assert len(rows) > 1
-
-
-def test_paused_needs_a_terminal(prompts):
-    assert "--paused needs a terminal" in pagedcli("trace", prompts, "--paused", expect=2).stderr
 
 
 def test_report_is_written(trace, tmp_path):

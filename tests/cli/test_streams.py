@@ -108,35 +108,12 @@ def test_text_for_a_full_stdout_is_a_plain_error(command):
     assert result.stderr == "error: cannot write to standard output: No space left on device\n"
 
 
-@pytest.mark.parametrize("output", [".", "", "..", "/"])
-def test_a_folder_is_no_output(prompts, output):
-    result = pagedcli("generate", prompts, "-o", output, expect=2)
-    assert "-o takes the name of a file" in result.stderr
-
-
-@pytest.mark.parametrize("output", ["out.jsonl.zst", "out.tsv", "out.parquet.gz", "o.xlsx", "o.TXT.GZ"])
-def test_an_output_named_as_what_is_not_written_is_refused(prompts, tmp_path, output):
-    result = pagedcli("generate", prompts, "-o", tmp_path / output, expect=2)
-    assert "its name may end in .jsonl or .csv (also .gz), or .parquet" in result.stderr
-
-
 @pytest.mark.parametrize("flag", ["-o", "--summary-json", "--dump-kv", "--record", "--metrics"])
 @pytest.mark.parametrize("path", ["/proc/no-such/out.jsonl", "/dev/fd/99"])
 def test_a_device_that_is_not_there_is_refused_before_the_run(prompts, flag, path):
     result = pagedcli("generate", prompts, flag, path, *FAST, expect=2)
     assert "bug" not in result.stderr
     assert not result.stdout
-
-
-def test_an_existing_output_hints_at_resume(prompts, tmp_path):
-    (tmp_path / "out.jsonl").write_text("")
-    result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", expect=2)
-    assert "--resume" in result.stderr.splitlines()[-1]
-
-
-def test_help_does_not_shorten_and_a_misspelt_command_gets_a_suggestion():
-    assert "Watch a vLLM, SGLang or TensorRT-LLM server's KV cache." in pagedcli("--help").stdout
-    assert "Did you mean 'generate'?" in pagedcli("generat", expect=2).stderr
 
 
 @pytest.mark.quick("simulate")

@@ -97,43 +97,6 @@ def test_the_configuration_file_takes_them_too(folder):
     assert shown["config"]["sampling"]["response_format"] == {"type": "json_object"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ("--response-format", "@bad.json"),
-            "--response-format: bad.json, line 2, column 7: not JSON",
-        ),
-        (("--response-format", "@none.json"), "--response-format: none.json: cannot be read: No such file"),
-        (
-            ("--response-format", '{"type": "objct"}'),
-            "--response-format: the schema cannot be used: Invalid",
-        ),
-        (("--regex", "(a"), "--regex: the regex cannot be used: unclosed group"),
-        (("--response-format", "[1]"), "--response-format must hold a JSON object"),
-        (("--response-format", "@schema.json", "--regex", "a"), "none together with a response_format"),
-        (("--tools", "@schema.json"), "--tools: schema.json: tools must be a list"),
-        (("--tools", '[{"name": "x"}]'), '--tools: tools[0] must be {"type": "function"'),
-        (("--tools", "@tools.json"), "--tools: the chat template does not show tools to the model"),
-        (("--system", "@bad.txt"), "--system-prompt: bad.txt is not UTF-8"),
-        (("--template", "@bad.txt"), "--template: bad.txt is not UTF-8"),
-        (("--template", "{prompt} \udcff"), "--template is not UTF-8: it has '\\udcff', which is not a character"),
-        (("--chat-template", "{{ 1 }}\udcff"), "--chat-template is not UTF-8"),
-        (("--tools", r'[{"type": "function", "function": {"name": "\ud800"}}]'), "--tools is not UTF-8"),
-        (("--template", "{prompt"), "--template has a single '{'"),
-        (("--chat-template", "{% for m in messages %}"), "--chat-template: line 1: Unexpected end of template"),
-    ],
-)
-def test_mistakes_are_named_with_file_and_line(folder, arguments, said):
-    (folder / "bad.json").write_text('{"type": "object",\n "x": tru}')
-    (folder / "bad.txt").write_bytes(b"\xff\xfe\xfa")
-    write(folder / "in.jsonl", {"prompt": "Hi"})
-    for command in ("plan", "generate"):
-        if command == "plan" and "--regex" in arguments:
-            continue
-        assert said in " ".join(pagedcli(command, "in.jsonl", *arguments, expect=2).stderr.split())
-
-
 def test_a_rows_own_tools_that_cannot_be_shown_are_an_error_row(folder):
     write(folder / "in.jsonl", {"messages": USER, "tools": TOOLS}, {"messages": USER, "tools": [1]},
           {"prompt": "Hi", "tools": TOOLS})  # fmt: skip

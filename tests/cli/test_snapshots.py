@@ -1,0 +1,100 @@
+"""What each command prints in a terminal of 100 columns.
+
+tests/snapshots/NAME.txt has the commands, each followed by what it printed, first on stdout, then on stderr.
+`pytest tests/cli/test_snapshots.py --renew-snapshots` writes them anew, also for commands that were added.
+"""
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import native_library
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+SNAPSHOTS = sorted((ROOT / "tests" / "snapshots").glob("*.txt"))
+COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d)?$", re.MULTILINE)
+# what differs from machine to machine, and from run to run
+MASKS = (
+    (r"(?<![\w.])[\d,]+(?:\.\d+)? (?:µs|ms|s|min|h|GB/s)(?=\W|$)", "# s"),
+    (r"[\d,]+ (tok|tokens)/s", r"# \1/s"),
+    (r"[\d.]+ GiB of memory are available", "# GiB of memory are available"),
+    (r"pagedcli \d[\w.]*", "pagedcli #"),
+    (r"(?m)^(seconds .*|[0-9a-f]{16} .*MiB +)\d+\.\d\d.*$", r"\1#"),
+    (r"(\.(?:svg|html)): [\d.]+ KiB", r"\1: # KiB"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The files of scripts/questions.py, and some that are wrong."""
+    native_library()
+    spec = importlib.util.spec_from_file_location("questions", ROOT / "scripts" / "questions.py")
+    questions = importlib.util.module_from_spec(spec)
+    sys.modules["questions"] = questions
+    spec.loader.exec_module(questions)
+    made = tmp_path_factory.mktemp("snapshots")
+    with questions.in_folder(made):
+        questions.make_files(made)
+    (made / "examples.jsonl").write_bytes((ROOT / "examples" / "prompts.jsonl").read_bytes())
+    for name, content in FILES.items():
+        (made / name).write_text(content)
+    (made / "bad.bin").write_bytes(b"\xff\xfe\xfa")
+    return made
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+FILES = {
+    "shared.jsonl": lines({"id": f"user-{n}", "prompt": [5] * 240 + [20 + n] * 30, "max_tokens": 3} for n in range(4)),
+    "same.jsonl": lines({"id": f"same-{n}", "prompt": [7] * 40, "max_tokens": 2} for n in range(3)),
+    "clock.jsonl": lines(
+        {"id": at, "prompt": f"Once upon a time it was 15:09:{at}", "max_tokens": 2} for at in (20, 34)
+    ),
+    "bad.jsonl": '{"prompt": "a", "max_tokens": 2}\n\nno\n{"prompt": "b", "max_tokens": -1}\n{"promt": "c"}\n'
+    + lines([CHAT]),
+    "typo.yaml": "engine:\n  blok_size: 4\n",
+    "bias.yaml": "sampling: {logit_bias: {5: 1.0e+99}}",
+    "bad.json": '{"type": "object",\n "x": tru}',
+    "tools.json": '[{"type": "function", "function": {"name": "f"}}]',
+    "notes.txt": "mine\n",
+}
+
+
+def masked(text, folder):
+    text = text.replace(f"{folder}/", "")
+    for pattern, shown in MASKS:
+        text = re.sub(pattern, shown, text)
+    return "".join(line.rstrip() + "\n" for line in text.splitlines())
+
+
+def transcript(commands, folder, monkeypatch):
+    """The commands, in their order, with what they print."""
+    runner, parts = CliRunner(env={"COLUMNS": "100"}), []
+    for command in commands:
+        words = shlex.split(command)
+        monkeypatch.setattr("sys.argv", ["pagedcli", *words])  # it is part of the command that continues a run
+        result = runner.invoke(app, words)
+        shown = f"{command} # exit code {result.exit_code}" if result.exit_code else command
+        parts.append(f"$ pagedcli {shown}\n{masked(result.stdout + result.stderr, folder)}")
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.stem)
+def test_commands_print_what_their_snapshot_shows(folder, path, monkeypatch, request):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder / "no-times")
+    written = path.read_text(encoding="utf-8")
+    made = transcript(COMMAND.findall(written), folder, monkeypatch)
+    if request.config.getoption("--renew-snapshots"):
+        path.write_text(made, encoding="utf-8")
+    assert written == made, "where this is meant: pytest tests/cli/test_snapshots.py --renew-snapshots"
