@@ -68,7 +68,7 @@ WINDOW = {"overrides": {"sliding_window": 24}, "prompts": windowed_prompts(), "m
 KINDS = {
     "layers": Kind(
         models=same(*COMPOSED_FAMILIES, *DATA_FAMILIES), prompts=ragged_prompts(5), num_new=64, max_model_len=128,
-        hard={"chunked_prefill_size": 7}, pools={1: 14, 2: 14, 3: 14}, quick=("granite", "phi3"),
+        hard={"chunked_prefill_size": 7}, pools=dict.fromkeys(range(1, 9), 14), quick=("granite", "phi3"),
         easy=[
             {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 200},
             {"block_size": 256},
@@ -148,7 +148,7 @@ def case(request, tmp_path_factory):
 @pytest.mark.quick(*QUICK)
 def test_tokens_equal_transformers_in_a_small_pool(case):
     engine = case.engine(**case.hard)
-    assert not engine.spec.is_fallback
+    assert not engine.spec.is_fallback or case.kind is KINDS["windows"]
     assert engine.plan.in_one_call or not case.kind.hard.get("num_state_slots")
     assert any(mixer.window for mixer in engine.spec.attentions) or not case.kind.overrides
     case.check(engine)
