@@ -74,6 +74,7 @@ def test_different_words_are_different_tokens_for_the_planted_server():
     assert len({token_of(word) for word in WORDS}) == len(WORDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", slow_but(("as vLLM",), KINDS))
 def test_a_correct_server_with_noise_passes(kind):
     run = audit(Settings(seed=7, **KINDS[kind]), seed=7)
@@ -182,6 +183,7 @@ def test_noise_is_measured_past_the_cache_where_that_is_possible():
     assert [check for check, _ in texts(run, Status.FAULT)] == ["repeat"]
 
 
+@pytest.mark.long
 def test_a_fault_of_many_blocks_names_how_many():
     run = audit(Settings(fault="long-hit"), seed=1, checks=("noise", "repeat"))
     (verdict,) = [each for each in run.verdicts() if each.status is Status.FAULT]

@@ -129,6 +129,7 @@ def test_no_correct_restart_is_accused(kind, seed):
     assert not restarted(before, {**before, **change})[1]
 
 
+@pytest.mark.long
 def test_the_command_remembers_and_recalls(tmp_path):
     memory = tmp_path / "before.json"
     with serving(Settings()) as server:

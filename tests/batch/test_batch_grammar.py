@@ -216,6 +216,7 @@ def test_one_step_ahead_waits_for_what_a_grammar_says():
     assert ahead.engine.num_steps_ahead >= free.engine.num_steps_ahead
 
 
+@pytest.mark.long
 def test_guesses_never_change_guided_rows_and_what_a_schema_forces_is_guessed():
     lines = [hot(f"Story {i}:", response_format=schema_format(PERSON), n=1 + i % 2, logprobs=2) for i in range(4)]
     lines += [hot(regex=r"(abc|abd){9}", stop="bdabda"), hot("Free", presence_penalty=1.0, repetition_penalty=1.2)]

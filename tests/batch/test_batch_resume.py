@@ -137,6 +137,7 @@ def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run):
     pytest.fail(f"only {total} of {20 * num_kills} runs could be killed before their end")
 
 
+@pytest.mark.long
 def test_a_run_killed_three_times_gives_the_same_file(uninterrupted, processes, tmp_path):
     check_many_kills(uninterrupted, processes, tmp_path, num_kills=3, per_run=3)
 

@@ -471,8 +471,8 @@ def mutated_lines(rng, count):
 
 
 @pytest.mark.long
-def test_twenty_thousand_fuzzed_lines_give_one_row_each():
-    lines = list(mutated_lines(random.Random(0), 20_000))
+def test_five_thousand_fuzzed_lines_give_one_row_each():
+    lines = list(mutated_lines(random.Random(0), 5_000))
     num_rows = sum(bool(line.strip()) for line in lines)
     result, rows = Harness(max_num_seqs=64).run(lines)
     assert result.outcome == "complete"

@@ -370,9 +370,9 @@ def mutated_fields(fields, choose):
 
 
 @pytest.mark.long
-def test_300_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_path):
+def test_120_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_path):
     choose, num_refused = random.Random(7), 0
-    for _ in range(300):
+    for _ in range(120):
         fields = mutated_fields(choose.choice([byte_level_fields, pieces_fields])(), choose)
         path = write(tmp_path / "model.gguf", **{name: value for name, value in fields.items() if value != []})
         content = bytearray(path.read_bytes())
@@ -389,4 +389,4 @@ def test_300_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_pa
         tokenizer.all_token_bytes(400)
         tokenizer.digest()
         assert tokenizer.reasoning is tokenizer.tool_format is None
-    assert 50 < num_refused < 250
+    assert 20 < num_refused < 100

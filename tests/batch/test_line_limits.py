@@ -81,6 +81,7 @@ def test_a_long_text_within_the_limit_is_tokenized_as_ever(harness, text):
     assert tokenizer.encode_within(text, 10**6) == tokenizer.encode(text)
 
 
+@pytest.mark.long
 def test_a_chat_template_that_explodes_is_refused(harness, monkeypatch):
     loops = "{% for a in range(100000) %}" * 3 + "{% endfor %}" * 3
     huge = "{{ 'x' * 2**25 }}"
@@ -90,6 +91,7 @@ def test_a_chat_template_that_explodes_is_refused(harness, monkeypatch):
             Tokenizer(harness.engine.model_path, chat_template=template)
 
 
+@pytest.mark.long
 def test_a_template_that_makes_millions_of_characters_is_not_tokenized_in_whole(harness, monkeypatch):
     tokenizer = Tokenizer(harness.engine.model_path, chat_template="{{ 'word ' * 2**20 }}")
     lengths, encode = [], tokenizer.encode

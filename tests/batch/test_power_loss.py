@@ -57,6 +57,7 @@ def content_of(path):
     return path.read_bytes() if path.exists() else None
 
 
+@pytest.mark.long
 @pytest.mark.quick("True-1.0")
 @pytest.mark.parametrize(
     ("older", "sync_s"),

@@ -203,6 +203,7 @@ def test_a_resumed_run_has_the_same_rows_and_verify_finds_them_equal(questions, 
     pagedcli("verify", str(whole), str(again))
 
 
+@pytest.mark.long
 def test_equal_rows_are_computed_once(questions, tmp_path):
     moved = {"id": "g", "prompt": STORY, "continuations": [" a dog", " a cat", " xyz"]}  # equal tokens, other texts
     with questions.open("a") as file:

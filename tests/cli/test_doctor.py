@@ -152,6 +152,7 @@ class BrokenAttention(ReferenceAttention):
         raise RuntimeError("the driver has gone\nand more")
 
 
+@pytest.mark.long
 @pytest.mark.quick("BrokenAttention-RuntimeError: the driver")
 @pytest.mark.parametrize(
     ("backend", "words"),

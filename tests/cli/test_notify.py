@@ -86,6 +86,7 @@ def test_what_the_command_prints_is_not_among_the_rows(tmp_path):
     assert "not a row" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", slow_but((signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)))
 def test_an_interrupted_run_notifies_and_can_be_resumed(number, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Once {n}"}) + "\n" for n in range(4000)))

@@ -35,6 +35,7 @@ def random_row(rng):
     return row
 
 
+@pytest.mark.long
 @pytest.mark.quick("changes1")
 @pytest.mark.parametrize(
     "changes", [(), ("--no-enable-prefix-caching", "--max-num-seqs", "250", "--max-num-batched-tokens", "250")]

@@ -222,6 +222,7 @@ def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", slow_but(("gemma4-26b",), ("gemma4-e2b", "gemma4-26b")))
 def test_two_ranks_release_the_blocks_out_of_a_window(family, tmp_path, close):
     """Heads by kind of layer are split or shared; K = V, layers that read others, inputs of layers, experts beside."""

@@ -92,6 +92,7 @@ def _rows(num_rows):
         yield {"prompt": f"{story} {'and so on ' * (index % 7)}{index % 50}", "max_tokens": 1 + index % 6}
 
 
+@pytest.mark.long
 @pytest.mark.quick("300-next-use")
 @pytest.mark.parametrize(("num_rows", "eviction"), [(1000, "lru"), (300, "next-use")])
 def test_a_simulated_prompt_file_has_the_events_of_generate(tmp_path, num_rows, eviction):
