@@ -30,29 +30,11 @@ PRODUCTS |= {"tensordot", "vdot", "__matmul__", "__rmatmul__"}
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # What CUDA does with e4m3, which those tables leave out: it moves and converts.
 WITH_FLOAT8 = {
-    "__getitem__",
-    "__setitem__",
-    "__len__",
-    "as_subclass",
-    "bool",
-    "chunk",
-    "clone",
-    "contiguous",
-    "data_ptr",
-}
-WITH_FLOAT8 |= {"detach", "dim", "element_size", "empty_like", "expand", "fill_", "flatten", "float", "half", "narrow"}
-WITH_FLOAT8 |= {
-    "is_contiguous",
-    "new_empty",
-    "numel",
-    "permute",
-    "reshape",
-    "size",
-    "split",
-    "storage_offset",
-    "stride",
-}
-WITH_FLOAT8 |= {"t", "tensor_split", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "zero_"}
+    "__getitem__", "__len__", "__setitem__", "as_subclass", "bool", "chunk", "clone", "contiguous", "data_ptr",
+    "detach", "dim", "element_size", "empty_like", "expand", "fill_", "flatten", "float", "half", "is_contiguous",
+    "narrow", "new_empty", "numel", "permute", "reshape", "size", "split", "storage_offset", "stride", "t",
+    "tensor_split", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "zero_",
+}  # fmt: skip
 
 
 class OnGpu(torch.Tensor):

@@ -6,6 +6,7 @@ from bit_settings import by_default
 from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 
+from pagedcli.errors import ConfigError
 from pagedcli.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.bits
@@ -73,3 +74,22 @@ def test_beams_do_not_depend_on_slots_and_checkpoints(path):
     wide = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, params)
     tight = {"num_kvcache_blocks": 45, "num_state_slots": 8, "chunked_prefill_size": 7, "checkpoints": "end"}
     assert run(make_engine(path, block_size=4, max_model_len=96, **tight), PROMPTS, params) == wide
+
+
+def test_a_shared_beginning_is_computed_once_where_checkpoints_are_made_at_branches(path):
+    shared = [3 + i % 90 for i in range(50)]
+    prompts = [[*shared, 10 + i, *range(5, 24)] for i in range(8)]
+    computed = {}
+    for policy in ("branches", "end", "none"):
+        engine = make_engine(path, num_kvcache_blocks=200, max_num_seqs=8, checkpoints=policy)
+        tokens = run(engine, prompts, SamplingParams(max_tokens=1, temperature=0))
+        computed[policy] = engine.stats.num_computed_tokens, tokens
+    assert computed["branches"][0] == 8 * 70 - 7 * 48
+    assert computed["end"][0] == computed["none"][0] == 8 * 70
+    assert computed["branches"][1] == computed["none"][1]
+
+
+@pytest.mark.parametrize("config", [{"num_state_slots": 4}, {"checkpoints": "end"}])
+def test_settings_of_state_are_refused_for_a_model_without_any(tmp_path_factory, config):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers with recurrent state"):
+        make_engine(cached_model("llama", tmp_path_factory), **config)
