@@ -192,6 +192,13 @@ def paged_logits(model, backend, sequences, *, num_prompt, block_size, chunk, dt
     return [torch.cat(parts) for parts in logits]
 
 
+def assert_same_logits(actual, expected):
+    """And the same likeliest tokens."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
 def ragged_sequences(vocab_size=320, seed=0):
     """Six sequences whose prompts are 1 to 90 tokens long, each followed by 5 tokens to decode."""
     generator = torch.Generator().manual_seed(seed)

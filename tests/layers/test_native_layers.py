@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from conftest import native_library
-from harness.engine import PagedHarness, paged_logits, ragged_sequences, transformers_logits
+from harness.engine import PagedHarness, assert_same_logits, paged_logits, ragged_sequences, transformers_logits
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
 from quantized_zoo import gptq, quantized_twins
 
@@ -44,10 +44,7 @@ def test_logits_equal_transformers_in_float32(family, block_size, chunk, tmp_pat
     model, backend = load(path, block_size=block_size)
     assert isinstance(model, CpuDecoder)
     options = {"num_prompt": num_prompt, "block_size": block_size, "chunk": chunk}
-    actual = paged_logits(model, backend, sequences, **options)
-    for ours, theirs in zip(actual, transformers_logits(path, sequences), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    assert_same_logits(paged_logits(model, backend, sequences, **options), transformers_logits(path, sequences))
 
 
 # norms in float32 around layers, GELU, two rotary tables; norms after; experts with a shared one; multipliers

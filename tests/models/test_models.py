@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.engine import paged_logits, ragged_sequences, transformers_logits
+from harness.engine import assert_same_logits, paged_logits, ragged_sequences, transformers_logits
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
 
 from pagedcli.attention.reference import ReferenceAttention
@@ -34,13 +34,7 @@ def case(request, tmp_path_factory):
     return path, load(path), sequences, num_prompt, transformers_logits(path, sequences)
 
 
-def assert_same_logits(actual, expected, tolerance=1e-4):
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
-        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-
-
-@pytest.mark.parametrize(("block_size", "chunk"), [(1, None), (4, 7), (16, None), (16, 7)])
+@pytest.mark.parametrize(("block_size", "chunk"), [(1, None), (4, 7)])
 def test_logits_equal_transformers_in_float32(case, block_size, chunk):
     _, model, sequences, num_prompt, expected = case
     actual = paged_logits(
