@@ -288,7 +288,7 @@ def test_order_of_activations_between_layers_changes_no_bit(emulated, family, si
     assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tile_instructions_assemble(tmp_path):
     compiler = build.find_compiler()
     target = tmp_path / "tiles.o"

@@ -116,6 +116,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_counts_of_a_layer_with_a_state(tmp_path, idle_gpu):
     table = documented("What a decode step asks of a GPU", "| a layer with a state")
@@ -138,6 +139,7 @@ def test_more_rows_ask_for_no_more(model, idle_gpu, kind):
     assert few == many
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_counts_of_every_family(idle_gpu, tmp_path):
     def make(family, **options):

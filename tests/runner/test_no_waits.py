@@ -146,6 +146,7 @@ def test_an_fp8_cache(tmp_path, idle_gpu):
     check(idle_gpu, tiny_model("gemma3", tmp_path / "model", **WINDOWS), kv_cache_dtype="fp8")
 
 
+@pytest.mark.quick("awq", "fp8-block")
 @interpreted
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "pack-int4", "fp8-block", "nvfp4"])
 def test_packed_weights(name, tmp_path, idle_gpu):
