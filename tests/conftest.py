@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import bit_settings
@@ -104,6 +105,15 @@ def gpu(monkeypatch):
         yield gpu
 
 
+@pytest.fixture
+def idle_gpu(monkeypatch):
+    """One whose kernels compute nothing, for what does not depend on it."""
+    from pretend_cuda import PretendGpu
+
+    with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
+        yield gpu
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread(tmp_path_factory) -> Iterator[None]:
     """And, for the tests marked `bits`, the setting of `make test-matrix`."""
@@ -144,13 +154,21 @@ _MOST_REASONS = 3
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items) -> None:
-    """Cases that take long are slow where another case of the same test is quick, and whole tests long: see
-    scripts/slow_cases.py."""
-    listed = set((Path(__file__).parent / "slow_cases.txt").read_text().splitlines())
+def pytest_collection_modifyitems(items, config) -> None:
+    """Mark as slow the cases of a test that `slow_cases` names by patterns, and those that `quick` does not name."""
+    unseen = {}
     for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.slow if item.nodeid.endswith("]") else pytest.mark.long)
+        for mark in item.iter_markers("quick"):
+            is_quick = any(fnmatchcase(item.callspec.id, pattern) for pattern in mark.args)
+            unseen[item.function] = unseen.get(item.function, True) and not is_quick
+            if not is_quick:
+                item.add_marker(pytest.mark.slow)
+        for mark in item.iter_markers("slow_cases"):
+            if any(fnmatchcase(item.callspec.id, pattern) for pattern in mark.args):
+                item.add_marker(pytest.mark.slow)
+    if any(unseen.values()) and not any("::" in argument for argument in config.args):
+        names = [function.__name__ for function, is_unseen in unseen.items() if is_unseen]
+        raise pytest.UsageError(f"no case has a name that the marker quick gives: {', '.join(names)}")
     # Processes of many tests start first: at the end one worker would wait for the other.
     items.sort(key=lambda item: "run_interpreted" not in item.function.__code__.co_names)
 

@@ -30,29 +30,11 @@ PRODUCTS |= {"tensordot", "vdot", "__matmul__", "__rmatmul__"}
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # What CUDA does with e4m3, which those tables leave out: it moves and converts.
 WITH_FLOAT8 = {
-    "__getitem__",
-    "__setitem__",
-    "__len__",
-    "as_subclass",
-    "bool",
-    "chunk",
-    "clone",
-    "contiguous",
-    "data_ptr",
-}
-WITH_FLOAT8 |= {"detach", "dim", "element_size", "empty_like", "expand", "fill_", "flatten", "float", "half", "narrow"}
-WITH_FLOAT8 |= {
-    "is_contiguous",
-    "new_empty",
-    "numel",
-    "permute",
-    "reshape",
-    "size",
-    "split",
-    "storage_offset",
-    "stride",
-}
-WITH_FLOAT8 |= {"t", "tensor_split", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "zero_"}
+    "__getitem__", "__len__", "__setitem__", "as_subclass", "bool", "chunk", "clone", "contiguous", "data_ptr",
+    "detach", "dim", "element_size", "empty_like", "expand", "fill_", "flatten", "float", "half", "is_contiguous",
+    "narrow", "new_empty", "numel", "permute", "reshape", "size", "split", "storage_offset", "stride", "t",
+    "tensor_split", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "zero_",
+}  # fmt: skip
 
 
 class OnGpu(torch.Tensor):
@@ -162,8 +144,8 @@ class PretendGpu(TorchFunctionMode):
             return self._pin(result) if pin else result
         elif name in UPLOADS:
             self._upload(torch.as_tensor(args[0]), non_blocking=False)
-        if self.memory == "meta" and name == "item":
-            return 0.5
+        if self.memory == "meta" and name in ("item", "__int__"):
+            return 0.5 if name == "item" else 0
         if name == "mm" and "out_dtype" in kwargs:  # only a GPU has it
             func = wide_product
         if self.memory == "meta":  # its operations ask for the device

@@ -2,7 +2,7 @@
 
 import pytest
 from bit_settings import SETTINGS, applied
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 
 from pagedcli.sampling_params import SamplingParams

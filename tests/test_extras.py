@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick("gguf-gguf-program5-arguments5", "native-ziglang-program7-arguments7")
 @pytest.mark.parametrize(("extra", "module", "program", "arguments"), CASES)
 def test_a_missing_extra_names_the_line_that_installs_it(extra, module, program, arguments, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')

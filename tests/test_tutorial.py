@@ -37,6 +37,7 @@ def test_twelve_commands_lead_to_the_answer():
     assert [name for name, _ in FILES] == ["ask.jsonl", "late.jsonl"]
 
 
+@pytest.mark.slow_cases("generate ask.jsonl -o out.jsonl --max-to*", "plan ask.jsonl --all")
 @pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command[:40] for command, _ in BLOCKS])
 def test_a_command_prints_what_the_tutorial_shows(printed, command, shown):
     assert pattern(shown).fullmatch(printed[command]), f"pagedcli {command} printed\n{printed[command]}\nnot\n{shown}"

@@ -43,7 +43,7 @@ class Compiled:
         )
         options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        self.ptx, self.ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+        self.ptx = compiled.asm["ptx"]
         self.name, self.metadata = function.__name__, compiled.metadata
         self.shared_bytes = compiled.metadata.shared
         ptx_file = tmp_path / "kernel.ptx"
@@ -63,52 +63,3 @@ class Compiled:
     def copy_widths(self):
         """Bytes of each asynchronous copy to shared memory."""
         return [int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", self.ptx)]
-
-    def rings(self):
-        """Tiles in each ring of asynchronous copies in shared memory."""
-        shapes = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?!i)", self.ttgir)
-        return [int(tiles) for tiles in shapes]
-
-
-def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed=False, value_dim=None):
-    """Types and constants of a launch as TritonAttention makes it."""
-    from pagedcli.attention import triton_paged as paged
-
-    value_dim = value_dim or head_dim
-    block_d, block_r = (max(16, 1 << (n - 1).bit_length()) for n in (value_dim, head_dim - value_dim or 1))
-    decode, prefill = paged.tile_configs(dtype, block_d, divmod(capability, 10))
-    data = f"*{NAMES[dtype]}"
-    tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data) | {"sinks_ptr": "*fp32"}
-    lists = dict.fromkeys(("item_seq_ptr", "cu_q_ptr", "num_tokens_ptr", "table_ptr"), "*i32")
-    types = {
-        **tensors,
-        **lists,
-        "q_stride": "i32",
-        "table_stride": "i32",
-        "factor": "fp32",
-        "cap": "fp32",
-        "window": "i32",
-        "v_scale": "fp32",
-    }
-    constants = {
-        "H": 8 * group,
-        "G": 8,
-        "S": block_size,
-        "D": head_dim,
-        "DV": value_dim,
-        "BLOCK_STRIDE": 8 * block_size * head_dim,
-        "BLOCK_D": block_d,
-        "BLOCK_R": block_r,
-        "UPCAST": False,
-        "CAPPED": False,
-        "WINDOWED": windowed,
-        "SINKS": windowed,
-    }
-    return decode, prefill, types, constants
-
-
-def kernel_weight_types(form, capability, data):
-    """Types of the arguments that hold a layers.triton_products.KernelWeight; `data` is that of activations."""
-    numbers = {"floats": data, "float8": "*fp8e4nv" if capability >= 89 else "*u8"}.get(form, "*i32")
-    scales = {"floats": data, "float8": "*fp32"}.get(form, "*fp16")
-    return {"numbers_ptr": numbers, "scales_ptr": scales, "zeros_ptr": "*u8" if "codes" in form else numbers}

@@ -20,6 +20,8 @@ from pagedcli.runner.device_state import state_pools
 
 TYPES = {**NAMES, torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -54,12 +56,12 @@ class _Recorder:
         def launch(*args, **kwargs):
             names = self._function.arg_names
             given = dict(zip(names, args, strict=False)) | kwargs
-            options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+            options = {name: given.pop(name) for name in OPTIONS & given.keys()}
             assert given.keys() == set(names)
             fixed = {param.name for param in self._function.params if param.is_constexpr}
             types = tuple((name, _type_of(given[name])) for name in names if name not in fixed)
             constants = tuple((name, given[name]) for name in names if name in fixed)
-            self._launches.add(Launch(self._function, types, constants, tuple(options.items())))
+            self._launches.add(Launch(self._function, types, constants, tuple(sorted(options.items()))))
 
         return launch
 
@@ -121,6 +123,10 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
             numbers = torch.zeros(len(lengths), device=GPU)
             for limits in (None, SamplingLimits(numbers.int(), numbers, numbers)):
                 choose_tokens(logits, numbers, numbers, limits, num_drawn=len(lengths))
+        rows, words = numbers.long(), torch.zeros(len(numbers), -(-logits.shape[1] // 32), device=GPU).int()
+        for seen in (torch.zeros_like(logits, dtype=dtype) for dtype in (torch.uint8, torch.int32)):
+            sampling_kernels.penalize(logits.float(), seen, rows, rows, numbers, numbers)
+        sampling_kernels.mask_tokens(logits.float(), rows, words)
     return launches
 
 

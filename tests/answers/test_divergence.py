@@ -220,6 +220,7 @@ def test_without_a_tokenizer_the_place_is_found_but_not_named(make):
     assert found.new_rate == pytest.approx(named.new_rate, abs=0.05)
 
 
+@pytest.mark.quick("begin_twice")
 @pytest.mark.parametrize("make", [planted.blank, planted.begin_twice, planted.templates, planted.clock])
 def test_a_sample_promises_no_more_than_a_lower_bound_as_partners_may_not_be_drawn(make):
     case = planted.drawn(make, 600, 1)
@@ -260,6 +261,7 @@ def test_of_a_sample_shorter_blocks_are_found_if_the_whole_file_hits_more_with_t
     assert found_in(case.file, most_rows=120, rates_in_file={16: 0.9}) == [], "less than the file hits already"
 
 
+@pytest.mark.long
 def test_changed_texts_are_tokenized_a_thousand_at_a_time(monkeypatch):
     """The tokenizer takes some hundred bytes for each of their tokens at once."""
     sizes, encode_all = [], Tokenizer.encode_all
@@ -275,6 +277,7 @@ def test_changed_texts_are_tokenized_a_thousand_at_a_time(monkeypatch):
     assert max(sizes[1:]) <= 1_000 < sum(sizes[1:])
 
 
+@pytest.mark.long
 def test_a_sample_says_so_and_has_an_interval_that_holds_the_rate_of_the_whole_file():
     case = planted.drawn(planted.clock, 3000, 4)
     (found,) = found_in(case.file, most_rows=500)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cli_harness import pagedcli
-from pool_harness import plan_for
+from harness.core import plan_for
 
 from pagedcli.answers.hits import (
     NEARLY,

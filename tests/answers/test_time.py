@@ -65,6 +65,7 @@ POOLS = [  # flags, samples of some rows, least preemptions
 ]
 
 
+@pytest.mark.quick("flags0-1-0")
 @pytest.mark.parametrize(("flags", "n", "least"), POOLS)
 def test_counts_are_those_of_the_run(tmp_path, flags, n, least):
     path, summary = file_of(tmp_path / "prompts.jsonl", 60, n=n), tmp_path / "summary.json"
@@ -123,6 +124,7 @@ def test_of_much_work_rows_from_all_over_the_file_are_simulated(tmp_path):
     assert part.num_generated_tokens == pytest.approx(whole.num_generated_tokens, rel=0.1)
 
 
+@pytest.mark.quick("alike")
 @pytest.mark.parametrize("kind", ["longer and longer", "at random", "alike"])
 def test_the_time_of_a_sampled_file_lies_in_its_interval(kind, tmp_path):
     """Rows that are like those at the beginning only at the beginning: the first rows would tell little."""

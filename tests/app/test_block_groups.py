@@ -4,9 +4,8 @@ from collections import Counter
 
 import pytest
 from app_harness import contrast, drive, press, screen_text, settle, shown
-from scripted import Simulation
+from harness.core import EventList, Simulation, simulated
 from test_navigation import colours, typed
-from trace_harness import EventList, simulated
 
 from pagedcli.app.block_map import _CACHED_OF_GROUP, _MARKED, _STYLES, _cells
 from pagedcli.app.pool_app import PoolApp
@@ -98,6 +97,7 @@ def test_the_map_of_a_small_run_by_hand():
     ]
 
 
+@pytest.mark.quick("Gz")
 @pytest.mark.parametrize("keys", ["G", "Gz", "zG"])
 def test_a_cell_of_several_blocks_shows_the_most_common_group(many_events, keys):
     app = app_of(many_events)
@@ -209,6 +209,7 @@ def test_a_moment_is_shown_while_the_screen_closes(events, monkeypatch):
     drive(app, script)
 
 
+@pytest.mark.quick("_sequences")
 @pytest.mark.parametrize("focus", ["_map", "_sequences"])
 def test_the_colours_of_groups_have_contrast(events, focus):
     """At least 4.5 : 1, WCAG's level AA for text."""

@@ -33,6 +33,7 @@ def state_after(num_messages):
     return state
 
 
+@pytest.mark.quick("size0")
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_every_panel_is_on_the_screen(size):
     text = shown(recording(), "]", size=size)

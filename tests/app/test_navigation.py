@@ -5,10 +5,9 @@ import time
 
 import pytest
 from app_harness import contrast, drive, press, screen_text, settle, shown
+from harness.core import EventList, Simulation, simulated
 from rich.color import Color
-from scripted import Simulation
 from textual.events import MouseDown, MouseMove, MouseScrollUp, MouseUp
-from trace_harness import EventList, simulated
 
 from pagedcli.app.colours import ANSI
 from pagedcli.app.commands import run_command
@@ -114,6 +113,7 @@ def test_the_keys_of_the_time_line_move_zoom_and_follow(events):
 # ---------------------------------------------------------------------- jumps, search, filters
 
 
+@pytest.mark.long
 def test_jumps_by_name_go_there_and_say_what_they_do_not_know(events):
     app = app_of(events)
 
@@ -190,6 +190,7 @@ def test_tab_completes_names_and_requests(events):
     drive(app, script)
 
 
+@pytest.mark.long
 def test_a_search_lists_what_it_finds_and_n_goes_on(events):
     app = app_of(events)
 
@@ -243,6 +244,7 @@ def colours(strip):
             yield text, (back, front) if style.reverse else (front, back), style.dim
 
 
+@pytest.mark.quick("_sequences")
 @pytest.mark.parametrize("focus", ["_map", "_sequences", "_time"])
 def test_every_text_has_contrast(events, focus):
     """At least 4.5 : 1, WCAG's level AA for text. Borders and footer are Textual's."""
@@ -339,6 +341,7 @@ def test_a_page_says_reading_until_its_story_is_known(events, monkeypatch):
 # ---------------------------------------------------------------------- copies
 
 
+@pytest.mark.long
 def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     app = app_of(events)

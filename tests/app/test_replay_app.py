@@ -4,7 +4,7 @@ import re
 
 import pytest
 from app_harness import drive, press, screen_text, settle, shown
-from trace_harness import EventList, simulated
+from harness.core import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.pool_app import PoolApp
@@ -33,6 +33,7 @@ def large_run(num_blocks):
     return simulated(num_blocks=num_blocks, num_requests=40, max_num_seqs=16, max_num_batched_tokens=64)
 
 
+@pytest.mark.quick("14-size0")
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("num_blocks", [14, 5000])
 def test_every_panel_is_on_the_screen(size, num_blocks):
@@ -48,6 +49,7 @@ def test_every_panel_is_on_the_screen(size, num_blocks):
     assert ("1 cell =" in text) == (num_blocks > 1000)
 
 
+@pytest.mark.quick("size0")
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_the_verdicts_on_the_run_are_on_the_first_page(events, size):
     said = ["59 of 60 prompts part at token 7: move it behind them.", "Also, with --max-num-seqs 2: 9.0 % less time."]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from app_harness import drive, press, screen_text, settle
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_players import LivePlayer
@@ -142,6 +142,7 @@ def test_the_last_screen_stays_until_a_key():
     run.under(script)
 
 
+@pytest.mark.quick("ctrl+c")
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
 def test_quitting_ends_the_run_after_its_step(key):
     run = Run(num_new=13, num_requests=1, paused=True)

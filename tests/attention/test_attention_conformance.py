@@ -92,6 +92,7 @@ def each_shape(name):
 ALL_SHAPES = [param for name in NAMES for param in each_shape(name)]
 
 
+@pytest.mark.slow_cases("triton-16x2x2x8-f32", "triton-256x2x2x128-f32")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
 @pytest.mark.parametrize(("name", "shape"), ALL_SHAPES)
 def test_ragged_step_is_exact_attention(name, shape, dtype):
@@ -107,6 +108,7 @@ def test_ragged_step_is_exact_attention(name, shape, dtype):
 LATENTS = [(16, 16, 576, 512), (32, 20, 288, 256), (3, 5, 52, 40), (16, 5, 80, 64)]
 
 
+@pytest.mark.slow_cases("triton-80-f32")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
 @pytest.mark.parametrize("sizes", LATENTS, ids=["576", "288", "52", "80"])
 @pytest.mark.parametrize("name", NAMES)
@@ -179,6 +181,7 @@ def test_what_a_layer_asks_for_is_computed_or_refused(name, asked, dtype):
     assert worst_error(result, case.expected()) < 4 * TOLERANCE[dtype]
 
 
+@pytest.mark.slow_cases("triton-257-shape1-f32")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(("window", "shape"), [(2, (16, 2, 2, 64)), (257, (48, 1, 4, 128)), (300, (256, 1, 2, 64))])
 @pytest.mark.parametrize("name", NAMES)
@@ -195,6 +198,7 @@ def test_only_the_window_is_read_of_a_long_sequence(name, window, shape, dtype):
         assert torch.equal(run(backend, case, only=[1]), crowd[lengths[0][1] :][: lengths[1][1]])
 
 
+@pytest.mark.slow_cases("triton-f32")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_sequence_alone_and_in_a_crowd_gives_the_same_bits(name, dtype):
@@ -211,6 +215,7 @@ def test_sequence_alone_and_in_a_crowd_gives_the_same_bits(name, dtype):
         start += new
 
 
+@pytest.mark.slow_cases("cpu-(16, 2, 2, 64)-*")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [(16, 2, 2, 64), (256, 1, 8, 32), (8, 2, 1, 20)], ids=str)
 @pytest.mark.parametrize("name", NAMES)

@@ -146,27 +146,3 @@ def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
     error = float((logits - expected).norm() / expected.norm())
     print(f"fp8 KV cache: relative error of logits {error:.4f}")
     assert 0 < error < 0.1, "of a tiny random model"
-
-
-@plain
-def test_kernels_compile_for_an_fp8_cache(tmp_path):
-    from triton_compile import SHARED_LIMIT, Compiled, kernel_constants
-
-    from pagedcli.attention import triton_kernels as kernels
-    from pagedcli.attention import triton_paged as paged
-
-    decode, prefill, types, constants = kernel_constants(torch.bfloat16, 128, 2, 16, 90)
-    types |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
-    lists = dict.fromkeys(("item_split_ptr", "num_items_ptr", "first_part_ptr"), "*i32")
-    lists |= {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32"}
-    rows = {"ROWS": paged.MIN_ROWS, "SPLIT": paged.SPLIT, "PAGES": paged.pages_per_split(16)}
-    tile = {"BLOCK_M": prefill.block_m, "TOKENS": prefill.block_m // 2}
-    cases = [
-        (kernels.decode_kernel, types | lists, constants | rows, decode),
-        (kernels.prefill_kernel, types | {"item_token_ptr": "*i32"}, constants | tile, prefill),
-    ]
-    for function, all_types, all_constants, config in cases:
-        sizes = {"BLOCK_N": config.block_n, "STAGES": config.num_stages}
-        kernel = Compiled(function, all_types, all_constants | sizes, 90, config.num_warps, tmp_path)
-        assert kernel.spilled_bytes == 0, function
-        assert kernel.shared_bytes <= SHARED_LIMIT[90], function

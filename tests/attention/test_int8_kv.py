@@ -25,8 +25,8 @@ from attention_cases import (
     worst_error,
 )
 from bit_settings import by_default
-from engine_harness import ragged_prompts
-from engine_harness import run as run_engine
+from harness.engine import ragged_prompts
+from harness.engine import run as run_engine
 from model_zoo import tiny_model
 
 import pagedcli
@@ -81,6 +81,7 @@ def test_attention_is_exact_over_what_the_cache_holds(library, shape, dtype):
     assert worst_error(result, case.expected()) < INT8_TOLERANCE[dtype]
 
 
+@pytest.mark.quick("52-f32", "52-bf16")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("sizes", [(16, 16, 576, 512), (3, 5, 52, 40)], ids=["576", "52"])
 def test_attention_over_latents_is_exact_over_what_the_cache_holds(library, sizes, dtype):
@@ -256,6 +257,7 @@ def engine_for(path, **config):
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 
+@pytest.mark.quick("int8 weights")
 @pytest.mark.bits
 @pytest.mark.parametrize("quantization", [None, "int8"], ids=["weights as stored", "int8 weights"])
 def test_cache_chunk_pool_and_batch_never_change_the_tokens(library, model, quantization):
@@ -305,6 +307,7 @@ def test_the_built_in_model_still_looks_up_right(library, quantization):
     assert right == len(texts)
 
 
+@pytest.mark.long
 def test_logits_stay_close(library, tmp_path):
     """Random weights in the 0.6B shape, cut to 6 layers: an int8 cache costs about as much as computing in bfloat16."""
     shape = json.loads((Path(pagedcli.__file__).parent / "assets/shapes/qwen3-0.6b/config.json").read_text())

@@ -1,4 +1,4 @@
-"""The whole engine as on a GPU, with nothing but the GPU missing (see pretend_cuda)."""
+"""What only a GPU asks of the engine, with nothing but the GPU missing (see pretend_cuda)."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import ragged_prompts, run
+from harness.engine import ragged_prompts, run
 from interpreter import INTERPRETED, interpreted, plain
 from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
@@ -30,91 +30,11 @@ def model(tmp_path_factory):
     return tiny_model("qwen3", tmp_path_factory.mktemp("pretend"), num_hidden_layers=1)
 
 
-@pytest.fixture
-def idle_gpu(monkeypatch):
-    """One whose kernels compute nothing, for what does not depend on it."""
-    from pretend_cuda import PretendGpu
-
-    with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
-        yield gpu
-
-
 def make_engine(path, device, **config):
     # few tokens per step, as loading runs a step of as many
     config = {"max_num_seqs": 3, "num_kvcache_blocks": 20, "max_model_len": 64, **config}
     config = {"max_num_batched_tokens": 24, **config}
     return LLMEngine(EngineConfig(model=str(path), dtype="float32", device=device, **config))
-
-
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
-    SamplingParams(temperature=0.9, max_tokens=4, ignore_eos=True, seed=3),
-    SamplingParams(temperature=1.1, max_tokens=3, ignore_eos=True, seed=4, top_k=7, top_p=0.9),
-    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, repetition_penalty=1.3, logit_bias={7: 2.0}),
-    SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True, seed=5, logprobs=2, min_p=0.1, n=2),
-    SamplingParams(temperature=0, max_tokens=4, min_tokens=3, presence_penalty=0.5),
-]
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("auto", {}),
-        pytest.param(
-            *("auto", {"async_scheduling": False, "enforce_eager": True, "chunked_prefill_size": 9}),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("sdpa", {"num_kvcache_blocks": 4}, marks=pytest.mark.slow),
-    ],
-)
-def test_the_tokens_are_those_of_the_reference(model, gpu, backend, options):
-    prompts = ragged_prompts(len(PARAMS))
-    expected = run(make_engine(model, "cpu", attention_backend="reference"), prompts, PARAMS)
-    waits = len(gpu.waits)
-    engine = make_engine(model, "auto", attention_backend=backend, **options)
-    del gpu.waits[waits:]
-    assert engine.runner.device == torch.device("cuda:0")
-    assert run(engine, prompts, PARAMS) == expected
-    if backend == "auto":
-        assert engine.plan.backend == "triton"
-        assert not gpu.waits, "a step never waits for the device"
-        assert (gpu.replays > 0) == (not options.get("enforce_eager"))
-
-
-@interpreted
-@pytest.mark.slow
-def test_grouped_experts_in_graphs_give_the_tokens_of_the_reference(tmp_path, gpu):
-    sizes = {"num_hidden_layers": 1, "mlp_only_layers": [], "num_experts": 4, "hidden_size": 32}
-    model, prompts = tiny_model("qwen3-moe", tmp_path / "m", **sizes), ragged_prompts(3)
-    expected = run(make_engine(model, "cpu", attention_backend="reference"), prompts, PARAMS[0])
-    waits = len(gpu.waits)
-    engine = make_engine(model, "auto")
-    del gpu.waits[waits:]
-    assert run(engine, prompts, PARAMS[0]) == expected
-    assert not gpu.waits
-    assert gpu.replays > 0
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])
-def test_layers_with_a_state_in_graphs_give_the_tokens_of_the_reference(family, tmp_path, gpu):
-    """With padded rows, chunks, and a checkpoint that a later prompt continues from."""
-    sizes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]} if "qwen" in family else {}
-    path, shared = tiny_model(family, tmp_path / "model", **sizes), list(range(5, 25))
-    prompts = [shared, [*shared, 9, 9, 8, 9], [7, 8]]
-    config = {"max_num_seqs": 3, "num_kvcache_blocks": 20, "max_model_len": 64, "chunked_prefill_size": 17}
-    config |= {"num_state_slots": 6}
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    expected = run(make_engine(path, "cpu", attention_backend="reference", **config), prompts, params)
-    waits = len(gpu.waits)
-    engine = make_engine(path, "cuda", **config)
-    del gpu.waits[waits:]
-    assert run(engine, prompts, params) == expected
-    assert not gpu.waits, "a step never waits for the device"
-    assert gpu.replays > 0
-    assert engine.stats.num_cached_tokens > 0
 
 
 @interpreted

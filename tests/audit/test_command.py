@@ -75,6 +75,7 @@ def test_a_fault_is_written_to_a_file_that_can_be_replayed(wrong, correct, tmp_p
     assert "already exists" in pagedcli("audit", wrong, "-o", tmp_path / "a.html", expect=2).stderr
 
 
+@pytest.mark.long
 def test_a_second_failing_pair_replaces_no_file(wrong, tmp_path):
     for _ in range(2):
         pagedcli("audit", wrong, *FEW, "--output-dir", tmp_path, expect=1)

@@ -131,12 +131,14 @@ def test_a_hostile_answer_is_a_clear_error(talk, words):
         ask(url)
 
 
+@pytest.mark.slow_cases("an endless stream")
 @pytest.mark.parametrize(("talk", "words"), HOSTILE_STREAMS.values(), ids=HOSTILE_STREAMS.keys())
 def test_a_hostile_stream_is_a_clear_error(talk, words):
     with listening(talk) as (url, _), pytest.raises(ServerError, match=words):
         ask(url, stream=True)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("stream", [False, True])
 def test_memory_stays_bounded(stream):
     talk = sending(STREAM if stream else JSON + b"\r\n", forever=EVENT * 1000 if stream else b" " * 65536)

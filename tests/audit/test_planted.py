@@ -45,6 +45,7 @@ def test_every_fault_has_a_check_that_must_find_it():
     assert set(FOUND_BY) == set(FAULTS) == set(NEEDED)
 
 
+@pytest.mark.quick("moved-block")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     result = trial(Settings(fault=fault), Options(seed=0, checks=NEEDED[fault]))
@@ -73,6 +74,7 @@ def test_different_words_are_different_tokens_for_the_planted_server():
     assert len({token_of(word) for word in WORDS}) == len(WORDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", slow_but(("as vLLM",), KINDS))
 def test_a_correct_server_with_noise_passes(kind):
     run = audit(Settings(seed=7, **KINDS[kind]), seed=7)
@@ -89,6 +91,7 @@ def test_no_correct_server_is_accused(kind, seed):
     assert texts(run, Status.FAULT) == []
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("separates", [False, True])
 def test_whether_users_share_hits_is_said_and_is_no_fault(separates):
     run = audit(Settings(separates_users=separates), seed=1, checks=("noise", "users"))
@@ -139,6 +142,7 @@ def test_a_fault_of_whole_blocks_is_said_to_be_one(tmp_path):
     assert f"shortest failing prompt: 16 tokens, in {run.files[0].name}" in verdict.text
 
 
+@pytest.mark.quick("limits0")
 @pytest.mark.parametrize("limits", [{"max_requests": 40}, {"max_tokens": 6000}])
 def test_a_limit_ends_the_audit_with_what_is_known(limits):
     run = audit(Settings(seconds_per_token=1e-6), seed=1, **limits)
@@ -179,6 +183,7 @@ def test_noise_is_measured_past_the_cache_where_that_is_possible():
     assert [check for check, _ in texts(run, Status.FAULT)] == ["repeat"]
 
 
+@pytest.mark.long
 def test_a_fault_of_many_blocks_names_how_many():
     run = audit(Settings(fault="long-hit"), seed=1, checks=("noise", "repeat"))
     (verdict,) = [each for each in run.verdicts() if each.status is Status.FAULT]

@@ -1,6 +1,7 @@
 """A server before and after a restart: each planted fault of what it kept is found, and no correct one is accused."""
 
 from collections import OrderedDict
+from functools import cache
 
 import pytest
 from cli_harness import pagedcli
@@ -56,11 +57,16 @@ def restore(server, kept, fault):
         server._choices = lambda body, tokens, blocks, salt, **crowd: choices(body, tokens, [], salt, **crowd)
 
 
+@cache
+def audited_before(settings):
+    """What is remembered of a first server, and what it has kept."""
+    with serving(settings) as server:
+        return audited(server, remembers=True).memory, server.cache
+
+
 def restarted(before, after, fault=None):
     """The verdicts on the second server's memory of the first, and whether anything is wrong."""
-    with serving(Settings(**before)) as server:
-        memory = audited(server, remembers=True).memory
-        kept = server.cache
+    memory, kept = audited_before(Settings(**before))
     with serving(Settings(**after)) as server:
         restore(server, kept, fault)
         run = audited(server, memory=memory)
@@ -72,9 +78,10 @@ def planted(fault, seed, **kind):
     return restarted({"seed": seed, **kind}, {"seed": seed + (fault in OTHER_MODEL), **kind}, fault)
 
 
+@pytest.mark.quick("restored-stale")
 @pytest.mark.parametrize("fault", RESTART_FAULTS)
 def test_a_planted_fault_of_a_restart_is_found(fault):
-    verdicts, is_wrong = planted(fault, 0)
+    verdicts, is_wrong = planted(fault, 1)
     assert is_wrong
     found = {verdict.text.partition(":")[0] for verdict in verdicts if verdict.status is Status.FAULT}
     assert ("hits are claimed that cannot be" if fault in OTHER_MODEL else "answers changed after the restart") in found
@@ -88,6 +95,7 @@ def test_a_planted_fault_of_a_restart_is_found_with_every_seed(fault, seed):
     assert planted(fault, 100 * seed, **KINDS[names[seed % len(names)]])[1]
 
 
+@pytest.mark.quick("no way around the cache")
 @pytest.mark.parametrize("kind", ["as vLLM", "no way around the cache"])
 def test_a_correct_restart_passes(kind):
     verdicts, is_wrong = restarted({"seed": 1, **KINDS[kind]}, {"seed": 1, **KINDS[kind]})
@@ -121,6 +129,7 @@ def test_no_correct_restart_is_accused(kind, seed):
     assert not restarted(before, {**before, **change})[1]
 
 
+@pytest.mark.long
 def test_the_command_remembers_and_recalls(tmp_path):
     memory = tmp_path / "before.json"
     with serving(Settings()) as server:
@@ -140,12 +149,11 @@ def test_a_file_that_is_not_a_memory_is_refused(tmp_path):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    with serving(Settings()) as server:
-        memory = audited(server, remembers=True).memory
+    memory, _ = audited_before(Settings(seed=1))
     save_memory(memory, tmp_path / "a.json", overwrite=False)
     assert load_memory(tmp_path / "a.json") == memory
     with (
-        serving(Settings(has_bos=True)) as server,
+        serving(Settings(seed=1, has_bos=True)) as server,
         pytest.raises(UsageError, match="tokenizes the remembered prompts differently"),
     ):
         audited(server, memory=memory)

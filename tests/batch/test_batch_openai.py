@@ -103,6 +103,7 @@ def test_every_option_is_honoured_or_asks_for_nothing(tmp_path):
     assert "no effect" not in said
 
 
+@pytest.mark.quick("/v1/responses")
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/responses"])
 def test_other_endpoints_are_error_rows(tmp_path, url):
     line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "m", "input": "x"}}

@@ -5,8 +5,8 @@ import json
 import random
 
 import pytest
-from batch_harness import Harness, encode, without_run_dependent_fields
 from cli_harness import FAST, pagedcli, rows_of
+from harness.engine import Harness, encode, without_run_dependent_fields
 
 from pagedcli.batch.lines import Line
 from pagedcli.batch.run import PrefixWindow

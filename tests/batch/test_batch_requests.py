@@ -300,6 +300,7 @@ _OBJECTS = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(_OBJECTS)
 def test_any_json_object_is_a_request_or_a_refusal_never_a_crash(document):

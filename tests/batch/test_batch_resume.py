@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from batch_harness import is_complete, without_run_dependent_fields
+from harness.engine import is_complete, without_run_dependent_fields
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
@@ -137,6 +137,7 @@ def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run):
     pytest.fail(f"only {total} of {20 * num_kills} runs could be killed before their end")
 
 
+@pytest.mark.long
 def test_a_run_killed_three_times_gives_the_same_file(uninterrupted, processes, tmp_path):
     check_many_kills(uninterrupted, processes, tmp_path, num_kills=3, per_run=3)
 
@@ -165,6 +166,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)  # the error's traceback still has the input open
 
 
+@pytest.mark.quick("20000")
 @pytest.mark.parametrize("free_bytes", [300, 5_000, 20_000])
 def test_a_run_on_a_full_disk_stops_with_its_reason_and_goes_on_when_there_is_room(
     uninterrupted, small_disk, free_bytes
@@ -244,6 +246,7 @@ def texts(row):
     return [body.get(name) for name in ("text", "outputs", "choices", "error")]
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("kept", [0, 5])
 def test_resume_from_a_shorter_stdin_is_refused_and_keeps_the_journal(uninterrupted, tmp_path, monkeypatch, kept):
     """A pipe that delivers fewer rows than the journal has answers to is another input, not the end of the run."""

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from batch_harness import with_tokens
 from conftest import shared_data
+from harness.engine import with_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken

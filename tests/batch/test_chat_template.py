@@ -77,6 +77,7 @@ def tokenizer():
         yield Tokenizer(resolve_model("builtin"))
 
 
+@pytest.mark.slow_cases("replaced text", "lists in texts", "a doubling macro")
 @pytest.mark.parametrize("template", slow_but([*BOMBS.values()][::3], BOMBS.values()), ids=BOMBS)
 def test_a_template_that_multiplies_text_is_an_error_of_the_row(tokenizer, monkeypatch, template):
     monkeypatch.setattr(chat_template, "_MAX_RENDER_S", 0.5)

@@ -5,8 +5,8 @@ import io
 import json
 
 import pytest
-from batch_harness import Harness
 from cli_harness import FAST, pagedcli, rows_of
+from harness.engine import Harness
 
 from pagedcli.batch.columns import METRICS, Columns
 from pagedcli.errors import UsageError
@@ -122,6 +122,7 @@ def test_in_a_pipe_a_collision_is_an_error_row():
     assert (row["id"], row["error"]["code"], row["text"]) == ("a", "reserved_column", None)
 
 
+@pytest.mark.long
 def test_the_answer_under_another_name_frees_the_name_text(tmp_path):
     prompts = written(tmp_path / "in.jsonl", [{"text": "The fox", "label": 1}])
     names = ("--field", "text", "--output-field", "answer", "--keep", "all")
@@ -227,6 +228,7 @@ def test_equal_prompts_of_one_line_draw_different_samples_and_the_same_ones_agai
     assert harness.rows([line]) == [row]
 
 
+@pytest.mark.long
 def test_plan_counts_every_prompt_of_a_line(tmp_path):
     several = [{"prompt": [[5] * 20, [5] * 20 + [6]]}, {"prompt": [[7], [10**6]]}]
     plan = json.loads(pagedcli("plan", written(tmp_path / "a", several), "--format", "json", expect=3).stdout)

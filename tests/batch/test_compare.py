@@ -12,8 +12,8 @@ import re
 import msgspec
 import pytest
 import torch
-from batch_harness import DEFAULTS, Harness
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from harness.engine import DEFAULTS, Harness
 
 from pagedcli.batch.compare import ComparedRow, RowSample, compare, pairs, read_rows, run_again
 from pagedcli.batch.prompts import BatchOptions

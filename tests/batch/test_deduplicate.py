@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from batch_harness import Harness, MemorySource, encode, without_run_dependent_fields
+from harness.engine import Harness, MemorySource, encode, without_run_dependent_fields
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.job import Job

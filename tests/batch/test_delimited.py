@@ -63,6 +63,7 @@ def test_a_table_comes_through_a_pipe_too(jsonl, kind):
     assert made.stdout == pagedcli("generate", jsonl, "--keep", "label", *FAST).stdout
 
 
+@pytest.mark.long
 def test_other_commands_read_tables(tmp_path, jsonl):
     path = written(tmp_path / "in.csv", table())
     for command in (("plan", "--format", "json"), ("trace", "--dump-kv", *FAST), ("simulate", "--pool", "64")):

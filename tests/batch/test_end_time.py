@@ -4,7 +4,7 @@ import random
 from array import array
 
 import pytest
-from scripted import scripted_plan
+from harness.core import scripted_plan
 
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.stats import BatchStats

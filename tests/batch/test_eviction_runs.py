@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from batch_harness import Harness
+from harness.engine import Harness
 from model_zoo import cached_model
 
 from pagedcli.core.eviction import POLICIES
@@ -45,6 +45,7 @@ def test_prompts_are_sorted_and_read_ahead_together(of_policy):
     assert stats.num_cached_tokens >= of_policy["next-use"][0].num_cached_tokens
 
 
+@pytest.mark.quick("0-8")
 @pytest.mark.parametrize(("tokens", "most_rows"), [(0, 8), (20 * 128, 20 + 8), (None, 10 + 8)])
 def test_the_read_ahead_bounds_the_queue(tokens, most_rows):
     harness, waiting = Harness(eviction="next-use", num_kvcache_blocks=40, max_num_seqs=4), []

@@ -85,6 +85,7 @@ def qwen2(tmp_path_factory):
     return Tokenizer(folder), Tokenizer(path)
 
 
+@pytest.mark.long
 def test_byte_level_ids_equal_those_of_the_original(qwen2):
     original, ours = qwen2
     for text in [*prompts(), *random_texts(10_000), "<|im_start|>user\nhello<|im_end|>", " a  b\n\n c\td", ""]:
@@ -371,9 +372,9 @@ def mutated_fields(fields, choose):
 
 
 @pytest.mark.long
-def test_300_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_path):
+def test_120_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_path):
     choose, num_refused = random.Random(7), 0
-    for _ in range(300):
+    for _ in range(120):
         fields = mutated_fields(choose.choice([byte_level_fields, pieces_fields])(), choose)
         path = write(tmp_path / "model.gguf", **{name: value for name, value in fields.items() if value != []})
         content = bytearray(path.read_bytes())
@@ -390,4 +391,4 @@ def test_300_mutated_tokenizers_work_or_are_refused_with_an_error_of_ours(tmp_pa
         tokenizer.all_token_bytes(400)
         tokenizer.digest()
         assert find_format(tokenizer) is find_tool_format(tokenizer) is None
-    assert 50 < num_refused < 250
+    assert 20 < num_refused < 100

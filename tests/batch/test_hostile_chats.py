@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from batch_harness import Harness
+from harness.engine import Harness
 
 from pagedcli.batch.tokenizer import Tokenizer
 

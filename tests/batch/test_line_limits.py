@@ -7,8 +7,8 @@ import time
 from datetime import datetime
 
 import pytest
-from batch_harness import Harness
 from effort import Effort
+from harness.engine import Harness
 
 from pagedcli.answers.divergence import divergences
 from pagedcli.batch.chat_template import TimeLimit
@@ -74,12 +74,14 @@ def test_a_prompt_a_little_too_long_is_refused_with_its_length(harness):
     assert "prompt tokens and 1 to generate are over the model length of" in rows[0]["error"]["message"]
 
 
+@pytest.mark.slow_cases("words")
 @pytest.mark.parametrize("text", ["a b " * 30_000, "🦊" * 9_000, " " * 40_000], ids=["words", "emoji", "spaces"])
 def test_a_long_text_within_the_limit_is_tokenized_as_ever(harness, text):
     tokenizer = harness.tokenizer
     assert tokenizer.encode_within(text, 10**6) == tokenizer.encode(text)
 
 
+@pytest.mark.long
 def test_a_chat_template_that_explodes_is_refused(harness, monkeypatch):
     loops = "{% for a in range(100000) %}" * 3 + "{% endfor %}" * 3
     huge = "{{ 'x' * 2**25 }}"
@@ -89,6 +91,7 @@ def test_a_chat_template_that_explodes_is_refused(harness, monkeypatch):
             Tokenizer(harness.engine.model_path, chat_template=template)
 
 
+@pytest.mark.long
 def test_a_template_that_makes_millions_of_characters_is_not_tokenized_in_whole(harness, monkeypatch):
     tokenizer = Tokenizer(harness.engine.model_path, chat_template="{{ 'word ' * 2**20 }}")
     lengths, encode = [], tokenizer.encode

@@ -40,6 +40,7 @@ def lengths_of(kind, rng):
     return [int(rng.paretovariate(1.6) * 30) for _ in range(30_000)]
 
 
+@pytest.mark.quick("two halves")
 @pytest.mark.parametrize("kind", ["sorted", "one after the other", "two halves", "a few long ones"])
 def test_totals_lie_in_their_intervals(kind, tmp_path):
     """Of 40 totals of 20 files 36 at least; 38 are expected."""

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from batch_harness import is_complete, without_run_dependent_fields
+from harness.engine import is_complete, without_run_dependent_fields
 from power_loss import left_behind
 
 from pagedcli.batch import journal
@@ -57,6 +57,8 @@ def content_of(path):
     return path.read_bytes() if path.exists() else None
 
 
+@pytest.mark.long
+@pytest.mark.quick("True-1.0")
 @pytest.mark.parametrize(
     ("older", "sync_s"),
     [(False, 1.0), (True, 1.0), *(pytest.param(older, -1.0, marks=pytest.mark.slow) for older in (False, True))],

@@ -5,8 +5,8 @@ import json
 import shutil
 
 import pytest
-from batch_harness import BUILTIN, DEFAULTS, Harness, chain_model, row_of, with_tokens
 from cli_harness import pagedcli, rows_of, with_keys
+from harness.engine import BUILTIN, DEFAULTS, Harness, chain_model, row_of, with_tokens
 
 from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.reasoning import find_format

@@ -4,8 +4,7 @@ every kind, each capability that must not change rows; see tests/runner/test_cap
 import json
 
 import pytest
-from batch_harness import without_run_dependent_fields
-from quick import slow_but
+from harness.engine import without_run_dependent_fields
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
@@ -90,8 +89,9 @@ def write(folder):
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
 
 
+@pytest.mark.quick("store-both", "speculation-first")
 @pytest.mark.parametrize("half", ["first", "second", "both"])
-@pytest.mark.parametrize("name", slow_but(("store", "speculation"), NEUTRAL))
+@pytest.mark.parametrize("name", NEUTRAL)
 def test_a_resumed_run_has_the_rows_of_one_in_peace_whatever_its_halves_use(in_peace, name, half, tmp_path):
     write(tmp_path)
     flags = dict(NEUTRAL[name])

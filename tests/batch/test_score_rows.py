@@ -6,9 +6,9 @@ import json
 from functools import partial
 
 import pytest
-from batch_harness import Harness
 from cli_harness import pagedcli
 from conftest import shared_data
+from harness.engine import Harness
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.score_comparison import RowScores, ScoreComparison, interval
@@ -184,6 +184,7 @@ def generate(questions, out, *flags):
     return out
 
 
+@pytest.mark.long
 def test_tables_have_the_scores(questions, tmp_path):
     rows = [json.loads(line) for line in generate(questions, tmp_path / "o.jsonl").read_text().splitlines()]
     table = list(csv.DictReader(io.StringIO(generate(questions, tmp_path / "o.csv").read_text())))
@@ -202,6 +203,7 @@ def test_a_resumed_run_has_the_same_rows_and_verify_finds_them_equal(questions, 
     pagedcli("verify", str(whole), str(again))
 
 
+@pytest.mark.long
 def test_equal_rows_are_computed_once(questions, tmp_path):
     moved = {"id": "g", "prompt": STORY, "continuations": [" a dog", " a cat", " xyz"]}  # equal tokens, other texts
     with questions.open("a") as file:
@@ -259,6 +261,7 @@ def test_plan_tells_the_tokens_with_and_without_sharing(questions):
     assert scores["tokens_alone"] > scores["tokens_by_row"] >= scores["tokens_shared"]
 
 
+@pytest.mark.long
 def test_a_recording_is_lawful_and_explained(questions, tmp_path):
     run = tmp_path / "run.jsonl"
     generate(questions, tmp_path / "o.jsonl", "--record", str(run), "--record-tokens", "--block-size", "4")

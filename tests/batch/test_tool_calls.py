@@ -7,9 +7,9 @@ from datetime import date
 
 import openai.types.chat
 import pytest
-from batch_harness import BUILTIN, chain_model, row_of, with_tokens
 from cli_harness import pagedcli, rows_of, with_keys
 from conftest import shared_data
+from harness.engine import BUILTIN, chain_model, row_of, with_tokens
 from transformers import AutoTokenizer
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response

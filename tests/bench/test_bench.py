@@ -90,6 +90,7 @@ def bench(*arguments):
 SMALL = ("-m", str(shape_folder("qwen3-small")), "--load-format", "dummy")
 
 
+@pytest.mark.long
 def test_throughput_says_how_far_from_the_floor_it_is():
     lengths = ("--num-prompts", "3", "--input-len", "8", "--output-len", "4", "--repeat", "2")
     document = json.loads(bench(*SMALL, *lengths, "--format", "json"))
@@ -163,6 +164,7 @@ def test_a_product_that_beats_the_registers_is_the_limit():
 SHORT = (*SMALL, "--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--repeat", "2")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("measured_once")
 def test_an_earlier_file_is_compared_figure_by_figure(tmp_path):
     (tmp_path / "before.json").write_text(bench(*SHORT, "--format", "json"))

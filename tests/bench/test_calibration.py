@@ -44,6 +44,7 @@ def test_of_decodes_only_those_that_follow_their_like_count(engine):
     assert [work.num_tokens for work, _ in decodes] == [8] * 4
 
 
+@pytest.mark.long
 def test_a_calibration_of_tight_limits_ends():
     """More sequences than tokens of a step, and hardly room for one long sequence."""
     config = EngineConfig(model=BUILTIN_MODEL, max_num_seqs=64, max_model_len=48, max_num_batched_tokens=64)

@@ -19,6 +19,7 @@ def gpu_check(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_exits_2(tmp_path):
     done = gpu_check("--out", tmp_path / "results")

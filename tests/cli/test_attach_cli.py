@@ -188,6 +188,7 @@ def test_an_interrupt_under_a_flood_ends_in_about_a_second_with_the_summary():
     assert seconds < 10  # 20 s before the summary was made from plain numbers
 
 
+@pytest.mark.long
 def test_a_flood_does_not_keep_receive_from_ending():
     with PublisherSocket(LOOPBACK) as socket, Subscriber([socket.endpoint]) as subscriber:
         ended = threading.Event()

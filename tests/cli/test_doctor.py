@@ -50,6 +50,7 @@ def test_a_sound_machine_passes_every_check():
     assert doctor().stdout.startswith("cpu works, with attention backend ")
 
 
+@pytest.mark.long
 def test_a_model_is_judged_by_its_config_alone(tmp_path):
     """The numbers are those of its two layers and two tables."""
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64}
@@ -151,6 +152,8 @@ class BrokenAttention(ReferenceAttention):
         raise RuntimeError("the driver has gone\nand more")
 
 
+@pytest.mark.long
+@pytest.mark.quick("BrokenAttention-RuntimeError: the driver")
 @pytest.mark.parametrize(
     ("backend", "words"),
     [(ShiftedAttention, "differs from the reference"), (BrokenAttention, "RuntimeError: the driver")],

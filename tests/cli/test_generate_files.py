@@ -61,6 +61,7 @@ for name in inputs:
 """
 
 
+@pytest.mark.long
 def test_pipes_of_a_shell_give_the_rows_of_a_file(prompts):
     if not os.path.exists("/bin/bash"):
         pytest.skip("bash is not on this machine")
@@ -170,6 +171,7 @@ def test_a_finished_run_is_complete_with_its_exit_code(tmp_path, out):
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.quick("flags3-input: 3 rows -> 2 rows")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -188,6 +190,7 @@ def test_a_finished_output_of_other_settings_is_refused_and_each_change_named(pr
     assert "{" not in result, "no dumps"
 
 
+@pytest.mark.quick('{"prompt": "Once upon a time"}\\n{"prompt": "The dog"}\\n{"prompt": "Hello"}\\n')
 @pytest.mark.parametrize("content", [PROMPTS + PROMPTS, PROMPTS.replace("fox", "dog"), PROMPTS[:20] + "\n"])
 def test_a_finished_output_of_another_input_is_refused(prompts, out, content):
     pagedcli("generate", prompts, "-o", out, *FAST)

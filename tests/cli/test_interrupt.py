@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 from cli_harness import pagedcli
-from trace_harness import simulated, write
+from harness.core import simulated, write
 
 # Ctrl-C arrives when a module is about to be imported
 PROGRAM = """
@@ -28,6 +28,7 @@ run()
 """
 
 
+@pytest.mark.quick("typer", "pagedcli.cli.generate")
 @pytest.mark.parametrize("module", ["typer", "pagedcli.cli.generate", "transformers", "torch", "torch.nn"])
 def test_an_early_interrupt_prints_no_traceback(tmp_path, module):
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -86,6 +87,7 @@ def interrupted_on_a_terminal(*arguments):
     return process.returncode, shown.decode(errors="replace")
 
 
+@pytest.mark.long
 def test_an_interrupt_in_replay_restores_the_terminal(tmp_path):
     code, shown = interrupted_on_a_terminal("trace", write(tmp_path / "run.jsonl", simulated()))
     assert code == 130
@@ -100,6 +102,7 @@ def test_an_interrupt_ends_attach_with_its_summary_and_a_whole_recording(tmp_pat
     assert "cut off" not in pagedcli("trace", recording).stderr
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_trace_after_its_step_and_keeps_its_rows(tmp_path):
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 1}\n{"prompt": "Once upon a time", "max_tokens": 9}\n')

@@ -37,6 +37,7 @@ def test_there_are_eight_lessons_in_order():
     assert [lesson.number for lesson in LESSONS] == list(range(1, 9))
 
 
+@pytest.mark.quick("7-state-checkpoints.md")
 @EACH
 def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     printed, trace = taught(lesson)
@@ -55,6 +56,7 @@ def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     assert ": ok, " in pagedcli("trace", trace, "--check").stdout
 
 
+@pytest.mark.quick("7-state-checkpoints.md")
 @EACH
 def test_the_picture_is_of_its_step(taught, lesson):
     svg = ET.parse(taught(lesson)[1].parents[2] / f"en-{lesson.number}.svg").getroot()
@@ -74,6 +76,7 @@ def test_the_index_names_all_lessons(lang):
     assert (renew.LEARN[lang] / "README.md").read_text(encoding="utf-8") == renew.index(lang)
 
 
+@pytest.mark.long
 def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     lesson = LESSONS[6]
     changed = lesson.run.replace("--checkpoints end", "--checkpoints 16")
@@ -83,6 +86,7 @@ def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     assert LessonFacts(trace).value("lookups[request_id=1].tokens_hit") == 32
 
 
+@pytest.mark.long
 def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
@@ -94,6 +98,7 @@ def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1-block-tables.svg"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lang", "said"),
     [("en", ("That is not one of a, b.",

@@ -51,6 +51,7 @@ def limited(mebibytes, *arguments, folder):
     return result.stderr
 
 
+@pytest.mark.quick("generate in.jsonl")
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited on Linux only")
 @pytest.mark.parametrize(
     "command", ["generate in.jsonl", "trace in.jsonl", "plan in.jsonl", "profile-memory", "bench", "doctor"]
@@ -71,6 +72,7 @@ def test_where_nothing_fits_into_the_limit_it_is_named(monkeypatch):
     assert "ulimit" not in would_fit(fits(elsewhere))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited on Linux only")
 def test_a_cache_larger_than_the_limit_is_refused_with_its_size(tmp_path):
     flags = "--device", "cpu", "--kv-cache-memory", "64GiB", "-o", "out.jsonl"

@@ -78,6 +78,7 @@ def run_as_a_process(tmp_path, *arguments):
     return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_what_the_command_prints_is_not_among_the_rows(tmp_path):
     (tmp_path / "in.jsonl").write_text(PROMPTS)
     out, err = run_as_a_process(tmp_path, "in.jsonl", *FAST, "--notify", "echo not a row").communicate(timeout=120)
@@ -85,6 +86,7 @@ def test_what_the_command_prints_is_not_among_the_rows(tmp_path):
     assert "not a row" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", slow_but((signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)))
 def test_an_interrupted_run_notifies_and_can_be_resumed(number, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Once {n}"}) + "\n" for n in range(4000)))

@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from batch_harness import is_complete, without_run_dependent_fields
 from cli_harness import FAST, pagedcli, rows_of
+from harness.engine import is_complete, without_run_dependent_fields
 
 from pagedcli.batch.journal import journal_path
 
@@ -102,6 +102,7 @@ def test_the_first_rows_and_shards_of_a_table(table, jsonl_rows, tmp_path):
     assert "JSONL" in said
 
 
+@pytest.mark.long
 def test_plan_and_profile_memory_read_a_table(table, jsonl_rows, tmp_path):
     flags = ["--no-calibrate", "--format", "json", *FAST[:2]]  # a calibration on a busy machine is made again
     shown = [
@@ -161,6 +162,7 @@ def test_a_run_killed_at_random_moments_gives_the_same_table(table, tmp_path, se
     ]
 
 
+@pytest.mark.long
 def test_jsonl_runs_load_no_pyarrow(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
     program = (

@@ -33,6 +33,7 @@ def hit_rates(found):
     return {row["block_size"]: round(100 * row["hit_rate"], 1) for row in found["block_sizes"]}
 
 
+@pytest.mark.quick("mt_bench_question.jsonl-arguments1-expected1")
 @pytest.mark.parametrize(
     ("file", "arguments", "expected"),
     [
@@ -238,6 +239,7 @@ def test_a_missing_field_is_a_bad_row():
     assert (found["num_valid_rows"], found["bad_rows"][0]["message"]) == (1, "no field 'question'")
 
 
+@pytest.mark.long
 def test_the_kv_dtype_sets_the_bytes_of_a_block_as_in_the_engine():
     line = json.dumps({"prompt": [5] * 40})
     found = as_json("-", "--device", "cpu", "--kv-cache-dtype", "int8", "--num-kvcache-blocks", 9, stdin=line)
@@ -267,6 +269,7 @@ def test_a_pool_that_is_too_small_is_told():
     assert found["num_kvcache_blocks"] == 3
 
 
+@pytest.mark.long
 def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
     monkeypatch.setattr(step_time, "cache_folder", lambda: tmp_path / "no-times")  # with the processor's name
 
@@ -285,6 +288,7 @@ def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
     assert "block_size,hit_rate,hit_tokens" in shown("csv")
 
 
+@pytest.mark.long
 def test_shared_texts_name_lines_and_both_ends_on_one_line():
     beginning = "You answer in one line.\n\x1b[31m" + "Once upon a time there was a llama. " * 12
     lines = "".join(json.dumps({"prompt": beginning + name}) + "\n" for name in "abcdef")
@@ -307,6 +311,7 @@ def test_several_prompts_of_a_line_name_it_once():
     assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (2, [1], 0)
 
 
+@pytest.mark.long
 def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
     line = json.dumps({"prompt": [5] * 40})
     rows = {row["what"]: row["value"] for row in as_json("-", "--dtype", "float32", stdin=line)["engine"]}

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from cli_harness import pagedcli, rows_of
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.sampling_params import SamplingParams
@@ -35,6 +35,8 @@ def random_row(rng):
     return row
 
 
+@pytest.mark.long
+@pytest.mark.quick("changes1")
 @pytest.mark.parametrize(
     "changes", [(), ("--no-enable-prefix-caching", "--max-num-seqs", "250", "--max-num-batched-tokens", "250")]
 )
@@ -68,6 +70,7 @@ def told_and_done(tmp_path, rows, *flags):
     )
 
 
+@pytest.mark.long
 def test_plan_follows_the_flags_that_change_a_run(tmp_path):
     rows = [
         {
@@ -84,6 +87,7 @@ def test_plan_follows_the_flags_that_change_a_run(tmp_path):
     assert len(seen) == 3, "both policies change the run, other weights do not"
 
 
+@pytest.mark.long
 def test_plan_says_that_random_samples_make_it_near(tmp_path):
     row = {"prompt": list(range(1, 40)), "max_tokens": 8}
     note = "near, not exact"

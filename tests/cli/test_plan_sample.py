@@ -39,6 +39,7 @@ def test_the_sample_has_the_whole_file_in_its_intervals(long_file, monkeypatch):
     assert bad == pytest.approx(whole["num_bad_rows"] / whole["num_rows"], rel=0.6)
 
 
+@pytest.mark.long
 def test_the_first_answer_goes_to_stderr_before_the_file_is_read_and_the_rest_is_exact(long_file):
     shown = pagedcli("plan", long_file, "--no-calibrate", "--format", "json", expect=3)
     first = shown.stderr.splitlines()[0]

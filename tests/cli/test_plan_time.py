@@ -27,6 +27,7 @@ def forecast_of(path, *flags, expect=0):
     return json.loads(pagedcli("plan", path, "--format", "json", *flags, expect=expect).stdout)["forecast"]
 
 
+@pytest.mark.long
 def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
@@ -84,6 +85,7 @@ def test_the_counts_are_those_of_generate_with_the_same_flags(many, tmp_path, fl
     assert found["seconds"] == pytest.approx(sum(found["seconds_by_part"].values()))
 
 
+@pytest.mark.long
 def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     out = tmp_path / "out.jsonl"
     pagedcli("generate", many, "-o", out, "--limit", "30")

@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from trace_harness import simulated, write
+from harness.core import simulated, write
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app

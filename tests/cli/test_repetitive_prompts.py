@@ -57,6 +57,7 @@ def _analysed(tmp_path, seed):
     return [part for run in runs for part in (run.stdout, run.stderr)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_commands_analyse_repetitive_prompts(tmp_path, seed):
     assert not any(SAID in text for text in _analysed(tmp_path, f"few {seed}"))

@@ -77,6 +77,7 @@ def test_diff_names_the_tokens_that_were_read_from_disk(runs):
     assert "unexplained" not in causes
 
 
+@pytest.mark.quick("csv")
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_tables_have_the_tokens_from_disk(runs, ending, tmp_path):
     folder, _ = runs

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from effort import Effort
-from trace_harness import simulated, write
+from harness.core import simulated, write
 
 from pagedcli import files
 from pagedcli.__main__ import _show_what_stdout_can
@@ -49,6 +49,7 @@ def prompts(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_rows_do_not_need_stderr(prompts):
     result = shell(f"pagedcli generate {prompts} {' '.join(FAST)} 2>&-", expect=0)
     assert [row["index"] for row in rows_of(result.stdout)] == [0, 1, 2]
@@ -66,6 +67,7 @@ def test_rows_that_cannot_be_written_are_a_plain_error(prompts, stdout, why):
     assert result.stderr.endswith(f"error: cannot write to standard output: {why}\n")
 
 
+@pytest.mark.quick("")
 @pytest.mark.parametrize("flags", ["", "--dump-kv", "--dump-kv --format json"])
 def test_steps_whose_reader_has_gone_end_as_a_broken_pipe_does(tmp_path, flags):
     trace = write(tmp_path / "run.jsonl", simulated())
@@ -94,6 +96,7 @@ def test_a_file_needs_neither_stdout_nor_room_for_messages(prompts, tmp_path, st
     assert json.loads((tmp_path / "summary.json").read_text())["cures"] == []
 
 
+@pytest.mark.long
 def test_a_closed_stdin_is_a_plain_error():
     result = shell(f"pagedcli generate - {' '.join(FAST)} <&-", expect=1)
     assert "error: cannot read standard input after line 0: Bad file descriptor" in result.stderr
@@ -113,6 +116,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_run(prompts, flag, pat
     assert not result.stdout
 
 
+@pytest.mark.quick("simulate")
 @pytest.mark.parametrize("command", ["generate", "simulate"])
 def test_millions_of_blank_lines_end_in_seconds(tmp_path, command):
     path = tmp_path / "blank.jsonl.gz"

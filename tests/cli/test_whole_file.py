@@ -48,6 +48,7 @@ def test_a_system_prompt_from_a_file_is_the_text_in_it_and_part_of_the_fingerpri
     assert "system_prompt: changed" in refused.stderr
 
 
+@pytest.mark.long
 def test_tools_are_shown_to_chats_without_their_own(folder):
     template = ("--chat-template", "tools.jinja")
 

@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 import xxhash
+from harness.core import CollidingPoolMachine, PoolMachine, make_seq, prefill
 from hypothesis import settings
-from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.prefix_lookup import PrefixHit
@@ -176,6 +176,6 @@ def test_fork_copies_the_partial_block_on_first_write_and_leaves_it_to_the_last(
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCollidingPool = CollidingPoolMachine.TestCase
-TestCollidingPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestCollidingPool.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

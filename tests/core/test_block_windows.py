@@ -1,8 +1,8 @@
 """Blocks that no later token sees: released as a sequence grows, looked up only as far as the window reaches."""
 
 import pytest
+from harness.core import PoolMachine, make_seq, prefill
 from hypothesis import settings
-from pool_harness import PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.groups import TableShape, cache_groups, page_bytes, sized
@@ -143,8 +143,9 @@ class AlternatingPoolMachine(PoolMachine):
 
 TestWindowedPool = WindowedPoolMachine.TestCase
 TestAlternatingPool = AlternatingPoolMachine.TestCase
-for case in (TestWindowedPool, TestAlternatingPool):
-    case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestWindowedPool.settings = TestAlternatingPool.settings = settings(
+    max_examples=50, stateful_step_count=40, deadline=None
+)
 
 
 def test_groups_of_layers_with_other_heads_take_about_the_same_bytes():

@@ -7,10 +7,9 @@ from contextlib import suppress
 from copy import copy
 
 import pytest
+from harness.core import Oracle, Simulation, likeliest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from oracle import Oracle
-from scripted import Simulation, likeliest
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import RequestError
@@ -83,6 +82,13 @@ limits = st.fixed_dictionaries(
         "preemption_policy": st.sampled_from(["last", "largest"]),
         "eviction": st.sampled_from(["lru", "fifo", "lfu", "prefix-lru", "next-use"]),
         "runs_ahead": st.booleans(),
+        "block_size": st.sampled_from([1, 2, 2, 4]),
+    }
+)
+states = st.fixed_dictionaries(
+    {
+        "num_state_slots": st.integers(1, 8),
+        "checkpoints": st.sampled_from(["branches", "branches", "end", "3", "none"]),
     }
 )
 drafts = st.fixed_dictionaries(
@@ -142,40 +148,62 @@ plain = {"n": 1, "beams": None, "temperature": 0, "guide": None, "stop": None, "
 roomy = {
     "num_blocks": 8, "max_num_batched_tokens": 11, "max_num_seqs": 2, "chunked_prefill_size": None,
     "enable_prefix_caching": False, "preemption_policy": "last", "eviction": "lru", "runs_ahead": False,
+    "block_size": 2,
 }  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
-    requests=st.lists(request, min_size=1, max_size=7), limits=limits, happenings=happenings, drafts=st.none() | drafts
-)
+    requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=st.just({}) | states,
+    windows=st.sampled_from([(None,), (None,), (3, None)]), happenings=happenings, drafts=st.none() | drafts,
+)  # fmt: skip
 @example(  # one token of a beam is recomputed alone, which is not yet its last
     requests=[
         {**plain, "prompt": [0, 0, 0], "max_tokens": 5, "beams": 2},
         {**plain, "prompt": [0], "max_tokens": 1},
     ],
     limits=roomy,
+    states={},
+    windows=(None,),
     happenings=["add", "add", "add", "add", "launch"],
     drafts=None,
 )
-def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happenings, drafts):
+@example(  # preempted beams compute their prompt again, each in blocks of its own
+    requests=[
+        {**plain, "prompt": [0, 0], "max_tokens": 1},
+        {**plain, "prompt": [0] * 9, "max_tokens": 3},
+        {**plain, "prompt": [0] * 5, "max_tokens": 5, "beams": 2, "stop": 3},
+    ],
+    limits={**roomy, "max_num_batched_tokens": 3, "max_num_seqs": 3, "enable_prefix_caching": True},
+    states={"num_state_slots": 4, "checkpoints": "branches"},
+    windows=(None,),
+    happenings=[],
+    drafts=None,
+)
+def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, states, windows, happenings, drafts):
     checker, expected = TraceChecker(), {}
 
     def emit(event):
-        assert getattr(event, "block_ids", True) or isinstance(event, DraftChecked), "it is about no block"
+        assert states or getattr(event, "block_ids", True) or isinstance(event, DraftChecked), "it is about no block"
         checker.apply(event)
 
     for number, asked in enumerate(requests):
-        expected |= alone(number, asked)
-    drafter = None
-    if drafts is not None:
-        drafter, limits = oracle(expected, **drafts), {**limits, "runs_ahead": False}
+        expected |= alone(number, asked, windows=windows)
+    drafter = None if drafts is None else oracle(expected, **drafts)
+    num_blocks = limits["num_blocks"] * len(windows) * (2 if limits["block_size"] == 1 else 1)
+    limits = {**limits, **states, "windows": windows, "num_blocks": num_blocks}
+    limits["runs_ahead"] &= drafter is None
     sim = Simulation(emit=emit, trace_tokens=True, drafter=drafter, **limits)
-    got, gone = play(sim, requests, happenings, after_step=lambda: same_pool(sim, checker.state))
-    assert sim.block_manager.num_free_blocks == limits["num_blocks"]
-    for number in range(len(requests)):
-        if str(number) in got:
-            assert got[str(number)] == expected[str(number)]
+
+    def same():
+        same_pool(sim, checker.state)
+        assert len(sim.scheduler.running) <= sim.limits.max_num_seqs
+        if states:
+            same_slots(sim, checker.state)
+
+    got, gone = play(sim, requests, happenings, after_step=same)
+    assert sim.block_manager.num_free_blocks == num_blocks
+    assert got == {number: expected[number] for number in got}
     assert got.keys() | gone == {str(number) for number in range(len(requests))}
     num_recomputed = checker.result(()).state.num_recomputed_tokens
     assert sim.stats.num_recomputed_tokens == num_recomputed or (
@@ -183,8 +211,13 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happ
     )
     assert sim.stats.num_drafted_tokens >= sim.stats.num_accepted_tokens
     assert all(0 < sum(new) <= limits["max_num_batched_tokens"] for new in sim.executor.steps)
+    assert all(max(new) <= (limits["chunked_prefill_size"] or sum(new)) for new in sim.executor.steps) or drafter
     assert all(each <= sim.limits.most_sampled for each in sim.executor.num_sampled)
     assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
+    assert sorted(sim.scheduler._free_rows) == list(range(sim.limits.max_num_seqs))
+    if states:
+        plan = sim.cache.states.plan
+        assert (sim.cache.states.num_held, len(plan._num_waiting), len(plan._coming)) == (0, 0, 0)
 
 
 def play(sim, requests, happenings, *, after_step):
@@ -225,6 +258,22 @@ def same_pool(sim, state):
         assert bool(queue._uses) <= bool(queue._waiting)
         places = [queue._waiting[seq.seq_id][0] for seq in sim.scheduler.waiting]
         assert places == sorted(places)
+
+
+def same_slots(sim, state):
+    manager, slots = sim.cache.states, state.slots
+    assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
+    hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
+    assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
+    assert list(slots.empty) == list(manager._empty)
+    assert list(slots.idle) == list(manager._idle)
+    assert slots.index == manager._index
+    held = {
+        seq.seq_id: {seq.state.read, seq.state.write} - {None}
+        for seq in sim.scheduler.running
+        if seq.state.write is not None
+    }
+    assert {seq_id: set(slot_ids) for seq_id, slot_ids in slots.held.items()} == held
 
 
 def tokens_of(prompt):

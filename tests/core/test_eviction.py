@@ -1,10 +1,10 @@
 """Eviction policies: which cached block goes, and that every policy keeps the pool's invariants."""
 
 import pytest
+from harness.core import CollidingPoolMachine, PoolMachine, make_seq, prefill
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, rule, run_state_machine_as_test
-from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.eviction import POLICIES, Lfu, sees_queue
@@ -293,14 +293,16 @@ class CollidingQueueMachine(QueueMachine):
         return 0  # where hashes collide, the choice is a guess
 
 
+@pytest.mark.quick("lfu-plain")
 @pytest.mark.parametrize("machine", [PoolMachine, CollidingPoolMachine], ids=["plain", "colliding"])
 @pytest.mark.parametrize("eviction", [name for name in POLICIES if name != "lru"])
 def test_every_policy_keeps_the_invariants(machine, eviction):
-    steps = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    steps = settings(max_examples=20, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(type(machine.__name__, (machine,), {"eviction": eviction}), settings=steps)
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("machine", [QueueMachine, CollidingQueueMachine], ids=["plain", "colliding"])
 def test_next_use_evicts_what_is_needed_last_under_any_use(machine):
-    steps = settings(max_examples=100, stateful_step_count=40, deadline=None)
+    steps = settings(max_examples=50, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(machine, settings=steps)

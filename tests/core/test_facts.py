@@ -1,7 +1,7 @@
 """The counts of a run, by hand: lookups, steps, waste, parts of a run added up; times of a request."""
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits

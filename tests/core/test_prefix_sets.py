@@ -3,9 +3,9 @@
 import random
 
 import pytest
+from harness.core import make_seq, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.prefixes import BLOCK_SIZES, SeenPrefixes, num_equal

@@ -1,7 +1,7 @@
 """New prompts of a full batch start in groups: fewer steps mix prompts with decodes, and nobody waits long."""
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.core.scheduler import MOST_HELD
 from pagedcli.events import RequestWaiting
@@ -41,6 +41,7 @@ def num_mixed(sim):
     return sum(max(step) > 1 and 1 in step for step in sim.executor.steps)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_fewer_steps_mix_prompts_with_decodes_and_all_tokens_are_the_same(runs_ahead):
     alone, _ = job(0, runs_ahead=runs_ahead)

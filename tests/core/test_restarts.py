@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from harness.core import Simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Simulation
 from test_core import alone, limits, play, request, same_pool
 from test_store_machine import AtOnce
 
@@ -86,7 +86,7 @@ kinds = st.sampled_from(
 @given(requests=st.lists(request, min_size=1, max_size=6), limits=limits, kind=kinds)
 def test_after_a_restart_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, kind):
     requests += requests[:2]  # what is hit is kept
-    limits = {**limits, **kind, "enable_prefix_caching": True}
+    limits = {**limits, **kind, "block_size": 2, "enable_prefix_caching": True}
     limits["num_blocks"] *= len(kind.get("windows", (None,)))
     expected = {}
     for number, asked in enumerate(requests):

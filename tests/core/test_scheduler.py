@@ -3,10 +3,7 @@
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scripted import Simulation
-from trace_harness import check_events
+from harness.core import Simulation, check_events
 
 from pagedcli.core.sequence import SequenceStatus
 from pagedcli.errors import RequestError
@@ -14,49 +11,6 @@ from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting, St
 from pagedcli.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
-
-requests = st.lists(
-    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 3)),
-    min_size=1,
-    max_size=8,
-)
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    requests=requests,
-    num_blocks=st.integers(7, 12),
-    budget=st.integers(1, 12),
-    max_num_seqs=st.integers(1, 5),
-    chunk=st.none() | st.integers(1, 7),
-    caching=st.booleans(),
-    policy=st.sampled_from(["last", "largest"]),
-    least=st.sampled_from([0, 3, 12]),
-)
-def test_every_request_finishes_within_the_limits(
-    requests, num_blocks, budget, max_num_seqs, chunk, caching, policy, least
-):
-    sim = Simulation(
-        num_blocks,
-        enable_prefix_caching=caching,
-        max_num_batched_tokens=budget,
-        max_num_seqs=max_num_seqs,
-        chunked_prefill_size=chunk,
-        preemption_policy=policy,
-        min_prefill_tokens=least,
-    )
-    for tokens, max_new, n in requests:
-        sim.add(tokens, max_new, n=n)
-    while sim.has_unfinished_requests():
-        sim.step()
-        assert sim.stats.num_steps < 3000, "no progress"
-        assert len(sim.scheduler.running) <= max_num_seqs
-    assert all(0 < sum(new) <= budget for new in sim.executor.steps)
-    assert all(max(new) <= (chunk or budget) for new in sim.executor.steps)
-    assert [seq.seq_id for seq in sim.seqs] == list(range(sum(n for _, _, n in requests)))
-    assert all(seq.num_output_tokens == seq.max_new_tokens for seq in sim.seqs)
-    assert sim.block_manager.num_free_blocks == num_blocks
-    assert sorted(sim.scheduler._free_rows) == list(range(max_num_seqs))
 
 
 def test_equal_prompts_in_one_step_share_blocks():

@@ -4,11 +4,10 @@ pool, chunk, company, failure."""
 from contextlib import suppress
 
 import pytest
+from harness.core import Simulation, next_token, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from scripted import Simulation, scored
-from scripted import rule as next_token
 
 from pagedcli.core.scoring import TokenScore
 from pagedcli.errors import RequestError
@@ -213,7 +212,7 @@ def test_a_context_that_has_its_scores_when_the_next_step_fails_ends():
 
 
 for machine in (ScoreMachine, AheadMachine, StateMachine, WindowMachine):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    machine.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 TestScores, TestAhead = ScoreMachine.TestCase, AheadMachine.TestCase
 TestStates, TestWindows = StateMachine.TestCase, WindowMachine.TestCase
 
@@ -222,7 +221,7 @@ def test_a_score_that_is_no_number_ends_its_row_with_an_error_and_no_other(monke
     def bad(context, token):
         return TokenScore(float("nan") if context[0] == 9 else -1.0, False)
 
-    monkeypatch.setattr("scripted.scored", bad)
+    monkeypatch.setattr("harness.core.scored", bad)
     sim = Simulation(60, max_num_batched_tokens=64)
     sim.add([9, 1, 2], request_id="bad", continuations=[[1, 2], [3], [4, 1]])
     sim.add([1, 2], request_id="good", continuations=[[1, 2], [3]])

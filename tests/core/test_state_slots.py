@@ -1,18 +1,14 @@
-"""Slots of recurrent state and their checkpoints, over a scripted executor whose states are the tokens that they have
-seen: whatever the pools, the limits, the policy, forks, aborts and steps that raise, each state is the right one."""
+"""Slots of recurrent state and their checkpoints, over an executor whose states are the tokens that they have seen (see
+test_core for whole runs in any pool and under any limits)."""
 
 import random
 from contextlib import suppress
 
 import pytest
-from hypothesis import example, given, settings
+from harness.core import EventList, Oracle, Simulation, make_seq
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
-from oracle import Oracle
-from pool_harness import make_seq
-from scripted import Simulation
-from test_core import alone, drafts, happenings, limits, oracle, plain, play, request, roomy, same_pool
-from trace_harness import EventList
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache import make_cache
@@ -21,75 +17,9 @@ from pagedcli.core.limits import Limits
 from pagedcli.errors import ConfigError, RequestError
 from pagedcli.events import CheckpointDropped, CheckpointLookedUp, CheckpointMade, DraftChecked, RequestWaiting
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.trace.check import TraceChecker
 from pagedcli.trace.fold import fold
 from pagedcli.views.whole_run import WholeRun, finding_lines
 from pagedcli.views.words import sequence_story, with_steps
-
-states = st.fixed_dictionaries(
-    {
-        "num_state_slots": st.integers(1, 8),
-        "checkpoints": st.sampled_from(["branches", "branches", "end", "3", "none"]),
-        "windows": st.sampled_from([(None,), (None,), (3, None)]),
-    }
-)
-
-
-def same_slots(sim, state):
-    manager, slots = sim.cache.states, state.slots
-    assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
-    hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
-    assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
-    assert list(slots.empty) == list(manager._empty)
-    assert list(slots.idle) == list(manager._idle)
-    assert slots.index == manager._index
-    held = {
-        seq.seq_id: {seq.state.read, seq.state.write} - {None}
-        for seq in sim.scheduler.running
-        if seq.state.write is not None
-    }
-    assert {seq_id: set(slot_ids) for seq_id, slot_ids in slots.held.items()} == held
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=states, happenings=happenings,
-    drafts=st.none() | drafts,
-)  # fmt: skip
-@example(  # preempted beams compute their prompt again, each in blocks of its own
-    requests=[
-        {**plain, "prompt": [0, 0], "max_tokens": 1},
-        {**plain, "prompt": [0] * 9, "max_tokens": 3},
-        {**plain, "prompt": [0] * 5, "max_tokens": 5, "beams": 2, "stop": 3},
-    ],
-    limits={**roomy, "max_num_batched_tokens": 3, "max_num_seqs": 3, "enable_prefix_caching": True},
-    states={"num_state_slots": 4, "checkpoints": "branches", "windows": (None,)},
-    happenings=[],
-    drafts=None,
-)
-def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, states, happenings, drafts):
-    limits = {**limits, **states}
-    expected = {}
-    for number, asked in enumerate(requests):
-        expected |= alone(number, asked, windows=states["windows"])
-    drafter = None if drafts is None else oracle(expected, **drafts)
-    limits["runs_ahead"] &= drafter is None
-    if states["windows"] != (None,):
-        limits["num_blocks"] *= 2
-    checker = TraceChecker()
-    sim = Simulation(emit=checker.apply, trace_tokens=True, drafter=drafter, **limits)
-
-    def same():
-        same_pool(sim, checker.state)
-        same_slots(sim, checker.state)
-
-    got, gone = play(sim, requests, happenings, after_step=same)
-    assert sim.block_manager.num_free_blocks == limits["num_blocks"]
-    assert sim.cache.states.num_held == 0
-    assert got == {number: expected[number] for number in got}
-    assert got.keys() | gone == {str(number) for number in range(len(requests))}
-    assert not sim.cache.states.plan._num_waiting
-    assert not sim.cache.states.plan._coming
 
 
 def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
@@ -113,6 +43,7 @@ def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
     return sim, sum(map(len, prompts)) - (num_prompts - 1) * ((shift + num_shared) // 16 * 16)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("shift", [0, 100])
 def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
     sim, least = run_case("branches", shift=shift)
@@ -373,7 +304,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotMachine.TestCase
-TestSlots.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def test_checkpoints_that_are_made_dropped_and_read_are_counted():

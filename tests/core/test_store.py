@@ -1,7 +1,7 @@
 """A prefix store over blocks that are bytes: what it counts, and what it says of files of no use."""
 
 import pytest
-from pool_harness import SIZE, make_seq
+from harness.core import SIZE, make_seq
 from test_store_machine import AtOnce, Contents
 
 from pagedcli.content_files import ContentFolder

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from harness.core import SIZE, make_seq
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from pool_harness import SIZE, make_seq
 
 from pagedcli.content_files import ContentFolder
 from pagedcli.core.block_manager import BlockManager
@@ -144,6 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
+@pytest.mark.quick("windows0-lru")
 @pytest.mark.parametrize(
     ("windows", "eviction"), [((None,), "lru"), ((3, None), "lru"), ((None,), "prefix-lru"), ((4,), "next-use")]
 )

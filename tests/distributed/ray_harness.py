@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from batch_harness import without_run_dependent_fields
+from harness.engine import without_run_dependent_fields
 
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "16", "--num-kvcache-blocks", "400")
 

@@ -116,6 +116,7 @@ def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single,
     assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
 
 
+@pytest.mark.quick("700")
 @pytest.mark.parametrize("num_bytes", [30, 700, 1500])
 def test_a_part_is_resumed_from_a_torn_journal(single, parts, tmp_path, num_bytes):
     folder, loaded = parts
@@ -222,6 +223,7 @@ def test_a_table_is_cut_and_merged_with_all_its_columns(tmp_path):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
 
 
+@pytest.mark.quick(".jsonl")
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_parts_have_the_columns_of_one_process(tmp_path, suffix):
     data = [{"question": f"Story {i % 3}: once {i}", "qid": f"q{i}", "label": i, "other": "x"} for i in range(8)]

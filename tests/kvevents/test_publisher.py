@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from harness.core import Simulation
 from kv_event_harness import message, stored
-from scripted import Simulation
 
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.fold import KVState
@@ -70,6 +70,7 @@ def step(sim, rng):
     return True
 
 
+@pytest.mark.long
 def test_the_rebuilt_tree_is_the_pools_index_after_every_step_of_100_random_runs():
     num_removed = num_preempted = num_failed = 0
     for seed in range(100):

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 from conftest import native_library
+from harness.engine import PagedHarness, assert_same_logits, paged_logits, ragged_sequences, transformers_logits
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import gptq, quantized_twins
 
 from pagedcli.attention.base import AttentionSpec
@@ -44,10 +44,7 @@ def test_logits_equal_transformers_in_float32(family, block_size, chunk, tmp_pat
     model, backend = load(path, block_size=block_size)
     assert isinstance(model, CpuDecoder)
     options = {"num_prompt": num_prompt, "block_size": block_size, "chunk": chunk}
-    actual = paged_logits(model, backend, sequences, **options)
-    for ours, theirs in zip(actual, transformers_logits(path, sequences), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    assert_same_logits(paged_logits(model, backend, sequences, **options), transformers_logits(path, sequences))
 
 
 # norms in float32 around layers, GELU, two rotary tables; norms after; experts with a shared one; multipliers
@@ -60,6 +57,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow_cases("qwen2-moe-*", "deepseek_v2-*")
 @pytest.mark.parametrize(("family", "dtype"), SHORT)
 def test_short_types_are_as_close_to_float32_as_transformers(family, dtype, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
@@ -89,6 +87,7 @@ def test_rounded_weights_give_the_logits_of_the_same_weights_layer_by_layer(fami
     assert (in_one_call - layered).pow(2).mean().sqrt() < 0.03 * layered.std()
 
 
+@pytest.mark.quick("ministral3-None")
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
@@ -114,6 +113,7 @@ def test_bfloat16_logits_do_not_depend_on_chunks_company_or_threads(family, quan
         torch.set_num_threads(1)
 
 
+@pytest.mark.quick("int8", "int4")
 @pytest.mark.parametrize("weights", ["float32", "int8", "int4", "gptq"])
 def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
     """Wide enough for several pieces of an expert's features: with many threads one token's experts are cut."""
@@ -214,6 +214,7 @@ def test_callers_on_two_python_threads_do_not_disturb_each_other():
     assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_a_forked_process_computes_without_its_parents_threads():
     program = """

@@ -1,5 +1,4 @@
-"""The Triton kernels of layers without a GPU: equal to their torch twins through the interpreter, and
-compiled for two GPUs without spills.
+"""The Triton kernels of layers without a GPU: equal to their torch twins through the interpreter.
 
 The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
 """
@@ -8,13 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreter import interpreted, plain
+from interpreter import interpreted
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-SLOW_ENGINES = ("gemma2", "olmo2", "phi3-longrope", "granite", "smollm3", "glm4", "ministral3")
 
 
 def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
@@ -196,78 +193,3 @@ def test_no_tokens_touch_nothing():
     )  # fmt: skip
     assert q.shape == (0, 1, 8)
     assert cache.isnan().all()
-
-
-@interpreted
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3", "gemma3"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("gemma2", "olmo2", "phi3-longrope", "granite", "smollm3")
-    ],
-)
-def test_an_engine_of_these_kernels_gives_the_reference_tokens(family, tmp_path):
-    """Fused layers, Triton attention, padded decode and one step ahead, together."""
-    from engine_harness import make_engine, ragged_prompts, run
-    from model_zoo import tiny_model
-
-    from pagedcli.sampling_params import SamplingParams
-
-    path = tiny_model(family, tmp_path / "model")
-    params = [SamplingParams(temperature=t, max_tokens=3, ignore_eos=True, seed=1) for t in (0.0, 0.8)]
-    expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(2), params)
-    engine = make_engine(path, attention_backend="triton", async_scheduling=True)
-    assert all(branch.body.fused_store for branch in engine.model._branches[::2])
-    engine.runner.make_graphs(capture=False)
-    assert run(engine, ragged_prompts(2), params) == expected
-
-
-@plain
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dtype, tmp_path):
-    from triton_compile import NAMES, SHARED_LIMIT, Compiled
-
-    from pagedcli.layers import triton_layers
-    from pagedcli.layers import triton_layers as kernels
-
-    data, short = f"*{NAMES[dtype]}", "*i32"
-    norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
-    norm |= {"added_weight_ptr": "*fp32", "added_eps": "fp32", "multiplier": "fp32", "factor": "fp32"}
-    plain_rope = {"INTERLEAVED": False, "SCALED": False, "NORM_VALUES": False}
-    joins = {"ADD": True, "MULTIPLY": True, "SCALE": True, "NORM": True}
-    rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "scales_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
-    rotate = {**dict.fromkeys(rotated, data), "positions_ptr": "*i64", "slots_ptr": short}
-    rotate |= dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32")
-    both = {"gate_ptr": data, "up_ptr": data, "out_ptr": data}
-    columns = {"WIDTH": 3072, "GATE_STRIDE": 6144, "UP_STRIDE": 6144, "FIRST_UP": 3072, "BLOCK": 1024}
-    cases = [
-        *(
-            (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, **joins, "NORM_ADDED": added}, 32)
-            for added in (False, True)
-        ),
-        *(
-            (kernels.gated_kernel, both, {**columns, "ACTIVATION": name}, 4)
-            for name in ("silu", "gelu_pytorch_tanh", "clamped_silu")
-        ),
-    ]
-    for heads, head_dim in (((16, 8), 128), ((8, 4), 256), ((12, 2), 96)):
-        cache = torch.empty(2, heads[1], 16, head_dim, device="meta")
-        sizes = {**triton_layers.rotate_constants(*heads, cache), **plain_rope, "FIRST_V": sum(heads), "FP8": False}
-        constants = {**sizes, "NORM": "heads", "ROTATED": head_dim}
-        cases.append((kernels.rotate_and_store_kernel, rotate, constants, 4))
-    cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, "NORM": None, "ROTATED": 72}, 4))
-    turned = {"NORM": None, "INTERLEAVED": True, "SCALED": True}
-    cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, **turned}, 4))
-    cases.append((kernels.rotate_and_store_kernel, {**rotate, "norm_ptr": "*fp32"}, {**constants, "NORM": "all"}, 4))
-    keys_as_values = triton_layers.rotate_constants(16, 2, torch.empty(5, 2, 16, 512, device="meta"))
-    keys_as_values |= {**plain_rope, "FIRST_V": 16, "NORM": "heads", "NORM_VALUES": True, "ROTATED": 512, "FP8": False}
-    cases.append((kernels.rotate_and_store_kernel, {**rotate, "norm_ptr": "*fp32"}, keys_as_values, 4))
-    if capability == 90:
-        fp8 = {**rotate, "k_cache_ptr": "*fp8e4nv", "v_cache_ptr": "*fp8e4nv"}
-        cases.append((kernels.rotate_and_store_kernel, fp8, {**constants, "FP8": True}, 4))
-    for function, types, constants, num_warps in cases:
-        kernel = Compiled(function, types, constants, capability, num_warps, tmp_path)
-        assert kernel.spilled_bytes == 0, function
-        assert kernel.shared_bytes <= SHARED_LIMIT[capability], function

@@ -1,6 +1,5 @@
 """Sampling against a definition written out in float64: what the limits keep, how often each token is drawn, ties, and
-logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter. The Triton
-kernels compile for every GPU.
+logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter.
 
 The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
 """
@@ -323,41 +322,3 @@ def test_changes_have_the_bits_of_their_twins(vocab_size):
     assert torch.equal(ours[2], scores[2])
     bits = [(int(words[0, token // 32]) >> token % 32) & 1 for token in range(vocab_size)]
     assert (ours[3] > float("-inf")).int().tolist() == bits
-
-
-# ---------------------------------------------------------------------- compilation
-
-
-@plain
-@pytest.mark.parametrize(
-    "capability", [80, 90, *(pytest.param(other, marks=pytest.mark.slow) for other in (86, 89, 100))]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dtype, tmp_path):
-    from triton_compile import MOST_SPILLS, NAMES, SHARED_LIMIT, Compiled
-
-    from pagedcli.layers import triton_sampling as kernels
-
-    data, wide, short = f"*{NAMES[dtype]}", "*fp32", "*i32"
-    sizes = {"V": 151936, "C": 38, "CHUNK": kernels.CHUNK}
-    partial = {"top_ptr": wide, "token_ptr": short, "mass_ptr": wide, "row_stride": "i32"}
-    chunks = {"logits_ptr": data, "temperature_ptr": wide, "floor_ptr": wide, **partial}
-    rows = {**chunks, "uniform_ptr": wide, "out_ptr": "*i64"}
-    limits = {"logits_ptr": data, "temperature_ptr": wide, "top_k_ptr": short, "top_p_ptr": wide, "min_p_ptr": wide}
-    limits |= {"tops_ptr": wide, "row_stride": "i32"}
-    cases = [(kernels.chunk_tops_kernel, {name: limits[name] for name in limits if "temp" not in name}, sizes, 8)]
-    limits |= {"candidates_ptr": short, "floor_ptr": wide}
-    constants = {**sizes, **kernels.limit_constants(dtype), "BLOCK_C": 64}
-    cases.append((kernels.smallest_kept_kernel, limits, constants, 16))
-    cases.append((kernels.sample_chunks_kernel, chunks, sizes, 8))
-    cases.append((kernels.sample_rows_kernel, rows, {**sizes, "BLOCK_C": 64}, 8))
-    changes = {"scores_ptr": wide, "rows_ptr": "*i64", "places_ptr": "*i64", "first_ptr": wide, "second_ptr": wide}
-    for table, counted in (("*u8", False), (short, True)):
-        constants = {"V": 151936, "CHUNK": kernels.CHUNK, "COUNTED": counted}
-        cases.append((kernels.penalize_kernel, {**changes, "table_ptr": table}, constants, 8))
-    words = {"scores_ptr": wide, "rows_ptr": "*i64", "words_ptr": short}
-    cases.append((kernels.mask_tokens_kernel, words, {"V": 151936, "W": 4748, "CHUNK": kernels.CHUNK}, 8))
-    for function, types, constants, num_warps in cases:
-        kernel = Compiled(function, types, constants, capability, num_warps, tmp_path)
-        assert kernel.spilled_bytes <= MOST_SPILLS.get((kernel.name, capability), 0), function
-        assert kernel.shared_bytes <= SHARED_LIMIT[capability], function

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from harness.engine import paged_logits, ragged_sequences
 from model_zoo import cached_model, load_model
-from paged_harness import paged_logits, ragged_sequences
 from quantized_zoo import quantized_twins
 from safetensors.torch import load_file, save_file
 
@@ -63,6 +63,7 @@ def logits_of(path, dtype):
     return paged_logits(model, ReferenceAttention(), sequences, **options), model.notes
 
 
+@pytest.mark.quick("False-float32")
 @pytest.mark.parametrize(("double", "dtype"), [(False, "float32"), (True, "bfloat16"), (True, "float16")])
 def test_numbers_are_those_of_bitsandbytes_to_the_bit(double, dtype, tmp_path, tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)

@@ -7,9 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import (
+    assert_same_logits,
+    make_engine,
+    paged_logits,
+    ragged_prompts,
+    ragged_sequences,
+    run,
+    transformers_logits,
+    transformers_tokens,
+)
 from model_zoo import FALLBACK_FAMILIES, cached_model, load_model, random_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention
@@ -42,6 +50,7 @@ def refusal_of(path, **options):
     return caught.value
 
 
+@pytest.mark.slow_cases("mixtral")
 @pytest.mark.parametrize("family", [*FALLBACK_FAMILIES, "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "mixtral"])
 def test_logits_equal_transformers_in_float32(family, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
@@ -52,11 +61,10 @@ def test_logits_equal_transformers_in_float32(family, tmp_path_factory):
         actual = paged_logits(
             model, ReferenceAttention(), sequences, num_prompt=num_prompt, block_size=block_size, chunk=chunk
         )
-        for ours, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-            assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+        assert_same_logits(actual, expected)
 
 
+@pytest.mark.quick("granite")
 @pytest.mark.parametrize("family", FALLBACK_FAMILIES)
 def test_bfloat16_stays_near_float32(family, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
@@ -93,6 +101,7 @@ def test_heads_that_differ_from_the_config_are_refused(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal_checkpoint(tmp_path):
     """Gemma 3n past its window, in a small pool: the last two of its four layers hold no blocks."""
     path, prompts = tiny_model("gemma3n", tmp_path / "text"), ragged_prompts(6)

@@ -6,9 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from engine_harness import make_engine, ragged_prompts, run
 from gguf_conversions import converted
 from gguf_files import gguf, random_blocks
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model, tiny_model
 from safetensors.numpy import load_file, save_file
 
@@ -56,6 +56,7 @@ def check_tokens(source, path, **options):
     assert run(make_engine(path, **options), prompts, PARAMS) == run(make_engine(source, **options), prompts, PARAMS)
 
 
+@pytest.mark.slow_cases("qwen3_5-moe", "qwen3_next", "gemma4-26b", "deepseek_v2-direct")
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(each, marks=pytest.mark.slow) for each in OF_DATA)])
 def test_a_file_gives_the_tokens_of_the_folder_it_was_made_from(family, tmp_path_factory, tmp_path):
     source = cached_model(family, tmp_path_factory)
@@ -64,6 +65,7 @@ def test_a_file_gives_the_tokens_of_the_folder_it_was_made_from(family, tmp_path
     check_tokens(source, converted(source, tmp_path / "model.gguf"))
 
 
+@pytest.mark.quick("qwen3_5")
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_value_heads_are_in_order_without_the_cpu_kernels(family, tmp_path):
     source = tiny_model(family, tmp_path / "source", **THREE_VALUES)
@@ -73,6 +75,7 @@ def test_value_heads_are_in_order_without_the_cpu_kernels(family, tmp_path):
     assert tiled == {family == "qwen3_5"}
 
 
+@pytest.mark.quick("cpu")
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])
 def test_quantized_tensors_are_split_and_reordered_as_blocks(backend, tmp_path):
     """Rounded in the folder, so that rounding again for the file changes nothing."""

@@ -67,7 +67,7 @@ def test_a_header_is_read_once_until_the_file_changes(good, tmp_path):
 def test_mutated_files_are_read_or_refused_with_an_error_of_ours(good, tmp_path):
     path, rng, num_refused = tmp_path / "model.gguf", random.Random(0), 0
     header_bytes = good.index(b"token_embd.weight") + 2000
-    for _ in range(300):
+    for _ in range(120):
         content = bytearray(good)
         for _ in range(rng.randint(1, 4)):
             place = rng.randrange(4, header_bytes)
@@ -79,7 +79,7 @@ def test_mutated_files_are_read_or_refused_with_an_error_of_ours(good, tmp_path)
             except ModelError as error:
                 num_refused += "model.gguf" in error.message
         assert spent.pieces < MOST_PIECES
-    assert num_refused > 100
+    assert num_refused > 40
 
 
 def header(*, version=3, num_tensors=0, num_keys=0, body=b""):

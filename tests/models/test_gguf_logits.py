@@ -3,8 +3,8 @@
 import pytest
 import torch
 from gguf_files import gguf_twins
+from harness.engine import paged_logits
 from model_zoo import load_model, tiny_model
-from paged_harness import paged_logits
 
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import CpuAttention
@@ -81,6 +81,7 @@ def logits_of(path, backend):
     return torch.cat(paged_logits(model, backend, sequences, num_prompt=[15, 3], block_size=4, chunk=None))
 
 
+@pytest.mark.slow_cases("experts", "gpt-oss")
 def test_logits_are_those_of_the_numbers_and_on_the_cpu_kernels_but_for_the_rounding_of_activations(twins, cpu_backend):
     path, plain = twins
     exact = logits_of(plain, ReferenceAttention())

@@ -4,8 +4,8 @@ import shutil
 
 import numpy as np
 import pytest
-from engine_harness import make_engine, ragged_prompts, run
 from gguf_files import gguf_twins, split
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -29,6 +29,7 @@ IN_FILES = {
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
+@pytest.mark.slow_cases("qwen3-moe", "qwen2-moe")
 @pytest.mark.bits
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_gives_the_tokens_of_the_folder_it_was_made_from(family, tmp_path_factory, tmp_path):

@@ -7,8 +7,8 @@ import torch
 import transformers
 from cli_harness import PROMPTS, pagedcli
 from conftest import shared_data
-from engine_harness import make_engine, run
 from gguf_files import gguf_twins
+from harness.engine import make_engine, run
 
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ def with_tokenizer(folder):
     return write
 
 
+@pytest.mark.quick("F16")
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0", "Q5_1"])
 def test_a_trained_model_continues_a_story_as_transformers_does(kind, tmp_path):
     def type_of(name):
@@ -45,6 +46,7 @@ def test_a_trained_model_continues_a_story_as_transformers_does(kind, tmp_path):
     assert [*ids, *found] == expected
 
 
+@pytest.mark.long
 def test_commands_take_a_file_as_they_take_a_folder(tmp_path):
     source = shared_data("stories260k")
     kinds = {"ffn_gate": "Q4_0", "ffn_down": "F16"}  # gate and up differ

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts
+from harness.engine import PagedHarness, make_engine, ragged_prompts
 from model_zoo import ALL_FAMILIES, GEMMA4_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import PagedHarness
 
 from pagedcli.attention.select import select_backend
 from pagedcli.models.decoder import Decoder
@@ -89,6 +88,7 @@ def test_layers_that_read_others_compute_the_late_tokens_alone(rows, late, tmp_p
     assert tokens_in_layers(model, rows, monkeypatch) == [54, 54] + [late] * (4 if late else 0)
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.bits
 @pytest.mark.parametrize("family", ["gemma4-e2b", "qwen3"])
 def test_tokens_beams_and_scores_of_prompts_are_those_of_the_native_decoder(family, tmp_path_factory):

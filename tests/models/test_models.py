@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.engine import assert_same_logits, paged_logits, ragged_sequences, transformers_logits
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ConfigError
@@ -34,13 +34,7 @@ def case(request, tmp_path_factory):
     return path, load(path), sequences, num_prompt, transformers_logits(path, sequences)
 
 
-def assert_same_logits(actual, expected, tolerance=1e-4):
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
-        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-
-
-@pytest.mark.parametrize(("block_size", "chunk"), [(1, None), (4, 7), (16, None), (16, 7)])
+@pytest.mark.parametrize(("block_size", "chunk"), [(1, None), (4, 7)])
 def test_logits_equal_transformers_in_float32(case, block_size, chunk):
     _, model, sequences, num_prompt, expected = case
     actual = paged_logits(
@@ -49,6 +43,7 @@ def test_logits_equal_transformers_in_float32(case, block_size, chunk):
     assert_same_logits(actual, expected)
 
 
+@pytest.mark.slow_cases("gpt_oss", "deepseek_v2", "deepseek_v3")
 def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(case):
     path, _, sequences, num_prompt, exact = case
     model = load(path, dtype=torch.bfloat16)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, paged_logits, ragged_prompts, ragged_sequences, run
 from model_zoo import load_model
-from paged_harness import paged_logits, ragged_sequences
 from quantized_zoo import exact_activations, mxfp4_twins, numbers_of, random_mxfp4
 
 from pagedcli.attention.reference import ReferenceAttention

@@ -6,9 +6,8 @@ import pytest
 import torch
 import transformers
 from conftest import native_library
-from engine_harness import make_engine, run
+from harness.engine import make_engine, paged_logits, ragged_sequences, run, transformers_logits
 from model_zoo import DATA_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 
@@ -124,6 +123,7 @@ def vision_model(model_type, path):
     return [model(input_ids=torch.tensor([each])).logits[0] for each in SEQUENCES]
 
 
+@pytest.mark.quick("qwen3_vl", "qwen2_5_vl")
 @pytest.mark.parametrize("model_type", VISION)
 def test_text_of_models_that_see_gives_transformers_logits(model_type, tmp_path):
     expected = vision_model(model_type, tmp_path)

@@ -5,9 +5,8 @@ import time
 
 import pytest
 import torch
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, paged_logits, ragged_prompts, run
 from model_zoo import load_model, tiny_model
-from paged_harness import paged_logits
 from quantized_zoo import (
     FORMATS,
     auto_round,
@@ -496,6 +495,7 @@ def test_a_split_within_a_group_is_refused(plain_model, tmp_path):
         layer_weights(packed, ParallelContext(0, 2))
 
 
+@pytest.mark.slow_cases("qwen2-moe")
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral"])
 def test_experts_of_packed_weights_give_the_logits_of_the_dequantized_ones(family, tmp_path, cpu_backend):
     sizes = {"intermediate_size": 64} if family == "mixtral" else {"moe_intermediate_size": 64}

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
+from harness.engine import paged_logits, ragged_sequences, transformers_logits
 from model_zoo import RECURRENT_FAMILIES, cached_model, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quick import slow_but
 from safetensors.torch import load_file, save_file
 
@@ -66,6 +66,9 @@ def case(request, tmp_path_factory):
 TOLERANCE = 1e-3
 
 
+@pytest.mark.slow_cases(
+    "qwen*-reference", "olmo_hybrid-7-reference", "falcon_h1-7-reference", "*-moe-7-reference", "qwen3_5-moe-7-cpu"
+)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("chunk", slow_but((7,), (7, 64, None)))
 def test_logits_equal_transformers_in_float32(case, chunk, backend):
@@ -76,6 +79,9 @@ def test_logits_equal_transformers_in_float32(case, chunk, backend):
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+@pytest.mark.slow_cases(
+    "qwen3*-reference", "olmo_hybrid-reference", "falcon_h1-reference", "*-moe-reference", "qwen3_5-moe-cpu"
+)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(case, backend):
     path, exact = case

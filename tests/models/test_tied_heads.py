@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from conftest import native_library
+from harness.engine import paged_logits, ragged_sequences, transformers_logits
 from model_zoo import load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from pretend_cuda import plain
 from safetensors.torch import load_file, save_file
 

@@ -4,7 +4,7 @@ the batch and the other requests: on this processor's instructions and on emulat
 import os
 
 import pytest
-from engine_harness import ragged_prompts
+from harness.engine import ragged_prompts
 from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig
@@ -70,6 +70,7 @@ def listed(positions):
 WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 
 
+@pytest.mark.quick("this processor-plain")
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("family", "sizes", "config"),

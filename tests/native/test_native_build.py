@@ -287,6 +287,7 @@ def test_every_processor_computes_exact_attention(library, block_size, group, he
     assert worst_error(run(cpu.CpuAttention(spec, library), case), case.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow_cases("here-256-*")
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("block_size", "group", "head_dim"), [(16, 2, 64), (4, 5, 96), (3, 1, 7), (256, 16, 512)])

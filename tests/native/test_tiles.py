@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
+from harness.engine import paged_logits, ragged_sequences, transformers_logits
 from model_zoo import load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import random_weight
 
 from pagedcli.attention import cpu
@@ -54,6 +54,7 @@ def attention(case, library: NativeLibrary):
     return run(cpu.CpuAttention(spec, library), case)
 
 
+@pytest.mark.long
 def test_emulated_tiles_are_the_path_of_both_types(emulated):
     assert (bf16_path(emulated.functions), int8_path(emulated.functions)) == (Path.BF16_TILES, Path.INT8_TILES)
 
@@ -67,6 +68,7 @@ def test_refused_permission_is_announced_and_leaves_the_usual_path(emulated):
 
 
 # 32 tokens of V per product where blocks are a multiple of 32 or packed, else 16; 96 has an odd number of 32s
+@pytest.mark.slow_cases("32-16-128")
 @pytest.mark.parametrize(
     ("block_size", "group", "head_dim"), [(16, 2, 64), (32, 16, 128), (48, 5, 96), (3, 1, 32), (256, 3, 64)]
 )
@@ -240,6 +242,7 @@ def test_tiles_give_a_checkpoints_groups_the_bits_of_the_vector_path(emulated, t
         assert torch.equal(linear(x), tiles)
 
 
+@pytest.mark.quick("qwen3-sizes0")
 @pytest.mark.parametrize(
     ("family", "sizes"), [("qwen3", {"intermediate_size": 96}), ("qwen3-moe", {"moe_intermediate_size": 64})]
 )
@@ -285,6 +288,7 @@ def test_order_of_activations_between_layers_changes_no_bit(emulated, family, si
     assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
 
 
+@pytest.mark.slow
 def test_tile_instructions_assemble(tmp_path):
     compiler = build.find_compiler()
     target = tmp_path / "tiles.o"

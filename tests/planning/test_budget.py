@@ -100,6 +100,7 @@ def wide_engine(path, **config):
     return LLMEngine(EngineConfig(model=str(path), device="cpu", num_kvcache_blocks=128, max_num_seqs=64, **config))
 
 
+@pytest.mark.quick("float32-changes1")
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"head_dim": 128}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, changes, tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.quick("*reference*-no compiler")
 @pytest.mark.parametrize("missing", [{}, NO_COMPILER], ids=["compiler", "no compiler"])
 @pytest.mark.parametrize("changes", CONFIGS, ids=str)
 def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_path, monkeypatch):

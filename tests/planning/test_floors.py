@@ -4,8 +4,8 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from harness.core import plan_for
 from model_zoo import tiny_model
-from pool_harness import plan_for
 
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import random_draw, workload_floor

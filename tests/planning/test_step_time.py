@@ -4,7 +4,7 @@ import os
 from dataclasses import fields, replace
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.core.groups import cache_groups
 from pagedcli.planning.step_time import (

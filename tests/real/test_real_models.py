@@ -16,8 +16,8 @@ import pytest
 import torch
 from cli_harness import pagedcli, rows_of
 from conftest import shared_data
+from harness.engine import paged_logits
 from llama_cpp import LlamaCpp
-from paged_harness import paged_logits
 
 from pagedcli import LLM, SamplingParams
 from pagedcli.batch.journal import journal_path

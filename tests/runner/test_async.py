@@ -95,6 +95,7 @@ request = st.tuples(
 )
 
 
+@pytest.mark.long
 @pytest.mark.bits
 @settings(max_examples=50, deadline=None)
 @given(

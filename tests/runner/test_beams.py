@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts
+from harness.engine import make_engine, ragged_prompts
 from model_zoo import cached_model
 
 from pagedcli.batch.requests import RequestParser
@@ -86,6 +86,7 @@ def test_beams_are_those_of_transformers(model, reference, length_penalty, early
         assert (num_early > 0) == may_end
 
 
+@pytest.mark.slow_cases("*'block_size': 256*", "*'max_num_seqs': 5*")
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "config",

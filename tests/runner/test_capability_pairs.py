@@ -9,10 +9,9 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from engine_harness import ragged_prompts
+from harness.core import EveryGuess, Oracle, check_events
+from harness.engine import FirstEight, ragged_prompts
 from model_zoo import cached_model
-from oracle import EveryGuess, Oracle
-from trace_harness import check_events
 
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
@@ -71,20 +70,6 @@ QUICK = [("dense", "store", other) for other in (*NEUTRAL, *ROWS)]
 QUICK += [("state", "store", other) for other in ("preemption", "samples", "continuations")]
 QUICK += [("dense", "speculation", other) for other in ("preemption", "log-probabilities")]
 QUICK += [(model, "store", "plain") for model in MODELS]
-
-
-class FirstEight:
-    """A guide that allows eight tokens."""
-
-    allowed_tokens = b"\xff" + bytes(39)
-
-    def accept(self, token_id):
-        return False
-
-    @staticmethod
-    def find_allowed(guides):
-        """None of them is complete."""
-        return [False] * len(guides)
 
 
 def rows_of(path, kind, config, *, emit=None, answers=None):

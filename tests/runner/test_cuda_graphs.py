@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from engine_harness import ragged_prompts, run
+from harness.engine import ragged_prompts, run
 from model_zoo import tiny_model
 
 from pagedcli.attention.reference import ReferenceAttention
@@ -61,6 +61,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.quick("sdpa-False")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_padded_decode_gives_the_same_tokens(model, backend, ahead):

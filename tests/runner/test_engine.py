@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
 from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
-from paged_harness import transformers_tokens
 from quick import slow_but
 
 from pagedcli.attention.select import REGISTRY
@@ -44,6 +43,7 @@ def family_model(tmp_path_factory):
     return get
 
 
+@pytest.mark.quick("llama-yarn")
 @pytest.mark.bits
 @pytest.mark.parametrize("family", slow_but(("llama", "llama-yarn", "qwen3"), NATIVE_FAMILIES))
 def test_tokens_equal_transformers_whatever_cache_chunk_and_pool(family_model, family):
@@ -55,6 +55,7 @@ def test_tokens_equal_transformers_whatever_cache_chunk_and_pool(family_model, f
         assert by_default((engine.stats.num_cached_tokens > 0) == variant["enable_prefix_caching"]), variant
 
 
+@pytest.mark.quick("olmo2")
 @pytest.mark.bits
 @pytest.mark.parametrize("family", FALLBACK_FAMILIES[:3])
 def test_tokens_equal_transformers_through_the_fallback(family_model, family):
@@ -64,6 +65,7 @@ def test_tokens_equal_transformers_through_the_fallback(family_model, family):
         assert run(engine, ragged_prompts(), GREEDY) == expected, variant
 
 
+@pytest.mark.quick("256")
 @pytest.mark.bits
 @pytest.mark.parametrize("block_size", [1, 7, 256])
 def test_block_size_never_changes_the_tokens(family_model, block_size):
@@ -90,6 +92,7 @@ def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(fami
     assert resolve(max_num_batched_tokens=7) == 7
 
 
+@pytest.mark.quick("limits2")
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "limits", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 11}]
@@ -99,6 +102,7 @@ def test_limits_never_change_the_tokens(family_model, limits):
     assert run(make_engine(path, **limits), ragged_prompts(), GREEDY) == expected
 
 
+@pytest.mark.quick("triton", "flash")
 @pytest.mark.bits
 @pytest.mark.parametrize("backend", [entry.name for entry in REGISTRY])
 def test_backend_never_changes_the_tokens(family_model, backend):

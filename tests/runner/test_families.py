@@ -1,52 +1,182 @@
-"""Families that differ from Llama in their layers, and mixtures of experts, give transformers' tokens natively."""
+"""Every family gives transformers' tokens natively: in a small pool, whatever the cache, the blocks, the chunks and the
+backend, past the windows of those that have some, from the states of those that keep some, and for several samples."""
+
+import random
+from dataclasses import dataclass, field
 
 import pytest
+import torch
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts, run
-from model_zoo import COMPOSED_FAMILIES, SLOW_FAMILIES, cached_model
+from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
+from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, GEMMA4_FAMILIES, RECURRENT_FAMILIES, cached_model, tiny_model
 from msgspec import structs
-from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
 from pagedcli.errors import BackendError
+from pagedcli.models.reading import read_spec
+from pagedcli.models.spec import layer_groups
+from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.bits
-
-NUM_NEW = 64
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
-# caching with eviction, preemption and chunks; then each alone
-HARD = {"chunked_prefill_size": 7, "num_kvcache_blocks": 14, "max_model_len": 128}
-EASY = [
-    {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 200, "max_model_len": 128},
-    {"block_size": 256, "max_model_len": 128},
-    {"max_num_seqs": 1, "max_model_len": 128},
-]
-PROMPTS = ragged_prompts(5)
 CPU_BACKENDS = [entry.name for entry in REGISTRY if "cpu" in entry.auto_devices]
 
 
-@pytest.fixture(scope="module", params=[*COMPOSED_FAMILIES, *SLOW_FAMILIES])
-def family(request, tmp_path_factory):
+def windowed_prompts():
+    """Shorter than a window of 24, as long, and longer; two share a beginning longer than the window."""
+    rng = random.Random(0)
+    shared = [rng.randrange(3, 320) for _ in range(40)]
+    tails = [[rng.randrange(3, 320) for _ in range(n)] for n in (5, 24, 25, 70, 9, 31)]
+    return [*tails[:4], shared + tails[4], shared + tails[5]]
+
+
+@torch.inference_mode()
+def tokens_alone(path, prompts, num_new):
+    """Greedy tokens of transformers, each prompt alone: padding passes through convolutions with a bias."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
+    ids = (torch.tensor([prompt]) for prompt in prompts)
+    return [model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
+
+
+@dataclass
+class Kind:
+    """Families that are tested alike."""
+
+    models: dict  # name -> (family, what differs from it)
+    prompts: list
+    num_new: int
+    max_model_len: int
+    hard: dict  # caching with eviction, preemption and chunks
+    pools: dict  # blocks that are too few for all sequences at once, by the number of groups of layers
+    easy: list  # each alone
+    quick: tuple = ()
+    quick_easy: tuple = ()
+    expected: object = transformers_tokens
+    overrides: dict = field(default_factory=dict)
+
+
+def same(*families):
+    names = (getattr(each, "values", [each])[0] for each in families)  # of a pytest.param
+    return {name: (name, {}) for name in names}
+
+
+WINDOW = {"overrides": {"sliding_window": 24}, "prompts": windowed_prompts(), "max_model_len": 160}
+KINDS = {
+    "layers": Kind(
+        models=same(*COMPOSED_FAMILIES, *DATA_FAMILIES), prompts=ragged_prompts(5), num_new=64, max_model_len=128,
+        hard={"chunked_prefill_size": 7}, pools=dict.fromkeys(range(1, 9), 14), quick=("granite", "phi3"),
+        easy=[
+            {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 200},
+            {"block_size": 256},
+            {"max_num_seqs": 1},
+        ],
+    ),
+    "windows": Kind(  # in all layers or in some, natively in one call or not, and through transformers
+        models={
+            **same("mistral", "phi3", "gemma2", "granite_swa", "starcoder2", "cohere2", "laguna"),
+            **same("olmo3", "granitemoe_swa", "cwm", "mellum", "exaone_moe", "cohere2_moe"),
+            "gemma3": ("gemma3", {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
+            "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4}),
+            "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+            "vaultgemma": ("vaultgemma", {"num_hidden_layers": 4}),
+            "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window_pattern": 2}),
+            "cohere2_moe-rms": ("cohere2_moe-rms", {"num_hidden_layers": 4}),
+        },
+        **WINDOW, num_new=64, hard={"chunked_prefill_size": 7, "block_size": 4}, pools={1: 20, 2: 50, 3: 70, 4: 90},
+        quick=("starcoder2", "laguna"), quick_easy=("mistral", "phi3", "granite_swa", "qwen2", "starcoder2", "laguna"),
+        easy=[
+            {"enable_prefix_caching": False, "block_size": 1},
+            {"block_size": 16, "chunked_prefill_size": 7},
+            {"block_size": 256},
+        ],
+    ),
+    "gemma4": Kind(  # layers that differ in their heads, read the K and V of others, have inputs of their own
+        models=same(*GEMMA4_FAMILIES), **WINDOW, num_new=48, hard={"chunked_prefill_size": 7, "block_size": 4},
+        pools={2: 60, 3: 96}, quick=("gemma4-31b",),
+        easy=[
+            {"enable_prefix_caching": False, "block_size": 1},
+            {"chunked_prefill_size": 64, "block_size": 16},
+            {"block_size": 256},
+        ],
+    ),
+    "states": Kind(  # recurrent layers: few slots, too
+        models=same(*RECURRENT_FAMILIES), prompts=ragged_prompts(4), num_new=20, max_model_len=96,
+        hard={"chunked_prefill_size": 7, "num_state_slots": 5}, pools={1: 9}, expected=tokens_alone,
+        quick=("kimi_linear", "lfm2-bias"), quick_easy=("kimi_linear", "lfm2-bias", "falcon_h1-norm"),
+        easy=[
+            {"enable_prefix_caching": False, "block_size": 4, "num_kvcache_blocks": 120},
+            {"chunked_prefill_size": 64, "checkpoints": "end", "block_size": 4},
+            {"max_num_seqs": 1, "checkpoints": "16"},
+            {"checkpoints": "none", "attention_backend": "reference"},
+        ],
+    ),
+}  # fmt: skip
+CASES = [(name, model) for name, kind in KINDS.items() for model in kind.models]
+QUICK = [f"{name}-{model}" for name, kind in KINDS.items() for model in kind.quick]
+QUICK_EASY = [f"{name}-{model}" for name, kind in KINDS.items() for model in kind.quick_easy]
+
+
+class Case:
     """A tiny model and its expected tokens."""
-    path = cached_model(request.param, tmp_path_factory)
-    return path, transformers_tokens(path, PROMPTS, NUM_NEW)
+
+    def __init__(self, name, model, factory):
+        self.kind, (family, overrides) = KINDS[name], KINDS[name].models[model]
+        overrides = self.kind.overrides | overrides
+        make = (lambda: tiny_model(family, factory.mktemp(model), **overrides)) if overrides else None
+        self.path = make() if make else cached_model(family, factory)
+        self.expected = self.kind.expected(self.path, self.kind.prompts, self.kind.num_new)
+        self.greedy = SamplingParams(temperature=0, max_tokens=self.kind.num_new, ignore_eos=True)
+        num_groups = len(layer_groups(read_spec(self.path).attention_layers))
+        self.hard = {**self.kind.hard, "num_kvcache_blocks": self.kind.pools[num_groups]}
+
+    def engine(self, **config):
+        return make_engine(self.path, max_model_len=self.kind.max_model_len, **config)
+
+    def check(self, engine):
+        assert run(engine, self.kind.prompts, self.greedy) == self.expected
 
 
-def test_tokens_equal_transformers_in_a_small_pool(family):
-    path, expected = family
-    engine = make_engine(path, **HARD)
-    assert not engine.spec.is_fallback
-    assert run(engine, PROMPTS, GREEDY) == expected
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request, tmp_path_factory):
+    return Case(*request.param, tmp_path_factory)
+
+
+@pytest.mark.quick(*QUICK)
+def test_tokens_equal_transformers_in_a_small_pool(case):
+    engine = case.engine(**case.hard)
+    assert not engine.spec.is_fallback or case.kind is KINDS["windows"]
+    assert engine.plan.in_one_call or not case.kind.hard.get("num_state_slots")
+    assert any(mixer.window for mixer in engine.spec.attentions) or not case.kind.overrides
+    case.check(engine)
     assert by_default(engine.stats.num_preemptions > 0)
-    assert by_default(engine.stats.num_cached_tokens > 0)
+    assert by_default(engine.stats.num_cached_tokens > 0) or case.kind is KINDS["states"]
+
+
+@pytest.mark.quick(*QUICK_EASY)
+def test_tokens_equal_transformers_whatever_cache_chunk_and_block_size(case):
+    for variant in case.kind.easy:
+        case.check(case.engine(**variant))
 
 
 @pytest.mark.slow
-def test_three_samples_of_a_prompt_share_its_blocks_and_are_the_tokens_of_transformers(family):
-    path, expected = family
-    engine = make_engine(path, **{**HARD, "num_kvcache_blocks": 40})
-    assert run(engine, PROMPTS, structs.replace(GREEDY, n=3)) == [3 * sample for sample in expected]
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_tokens_equal_transformers_through_each_backend(case, backend):
+    try:
+        engine = case.engine(attention_backend=backend, **case.hard)
+    except BackendError as error:
+        pytest.skip(error.message)
+    case.check(engine)
+
+
+@pytest.mark.slow
+def test_three_samples_of_a_prompt_share_its_blocks_and_state_and_are_the_tokens_of_transformers(case):
+    engine = case.engine(**{**case.hard, "num_kvcache_blocks": 3 * case.hard["num_kvcache_blocks"]})
+    found = run(engine, case.kind.prompts, structs.replace(case.greedy, n=3))
+    assert found == [3 * sample for sample in case.expected]
 
 
 @pytest.mark.slow
@@ -62,25 +192,31 @@ def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_pa
             {"num_kvcache_blocks": 150, "chunked_prefill_size": 7},
             {"num_kvcache_blocks": 150, "attention_backend": "reference"},
         ]
-        found = [
-            run(make_engine(path, block_size=4, max_model_len=160, **each), PROMPTS[:3], params) for each in variants
-        ]
+        engines = (make_engine(path, block_size=4, max_model_len=160, **each) for each in variants)
+        found = [run(engine, KINDS["layers"].prompts[:3], params) for engine in engines]
         assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_tokens_equal_transformers_through_each_backend(family, backend):
-    path, expected = family
-    try:
-        engine = make_engine(path, attention_backend=backend, **HARD)
-    except BackendError as error:
-        pytest.skip(error.message)
-    assert run(engine, PROMPTS, GREEDY) == expected
+@pytest.mark.quick("mistral")
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_samples_and_steps_ahead_on_padded_batches_give_the_same_tokens(name, tmp_path):
+    path, prompts = tiny_model(name, tmp_path, sliding_window=24), KINDS["windows"].prompts[:3]
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=40, seed=1, ignore_eos=True)
+    config = {"attention_backend": "reference", "block_size": 4, "max_model_len": 160, "num_kvcache_blocks": 80}
+    expected = run(make_engine(path, **config), prompts, params)
+    engine = make_engine(path, **config, async_scheduling=True)
+    runner = engine.runner
+    runner.graphs = DecodeGraphs(
+        runner.model, runner.state, runner.parallel, max_model_len=runner.limits.max_model_len, capture=False
+    )
+    assert run(engine, prompts, params) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", EASY)
-def test_tokens_equal_transformers_whatever_cache_chunk_and_block_size(family, variant):
-    path, expected = family
-    assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_beams_of_a_model_with_windows_do_not_depend_on_the_pool(name, tmp_path):
+    path, prompts = tiny_model(name, tmp_path, sliding_window=24), KINDS["windows"].prompts[:3]
+    params = SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True)
+    config = {"block_size": 4, "max_model_len": 160, "num_kvcache_blocks": 400}
+    expected = run(make_engine(path, **config, enable_prefix_caching=False), prompts, params)
+    config |= {"num_kvcache_blocks": 150, "chunked_prefill_size": 7}
+    assert run(make_engine(path, **config), prompts, params) == expected

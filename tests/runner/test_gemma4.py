@@ -1,17 +1,15 @@
-"""Gemma 4: layers that differ in their heads, that read the K and V of others, and that have inputs of their own give
-transformers' tokens past the window, whatever pool, cache, chunks and blocks."""
+"""Gemma 4: layers that differ in their heads, that read the K and V of others, and that have inputs of their own (its
+tokens are those of transformers by test_families)."""
 
 import json
 import re
 
 import pytest
 import torch
-from bit_settings import by_default
-from engine_harness import make_engine, run
-from model_zoo import GEMMA4_FAMILIES, load_model, tiny_model
-from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
+from harness.engine import make_engine, paged_logits, ragged_sequences, run, transformers_logits, transformers_tokens
+from model_zoo import load_model, tiny_model
 from safetensors.torch import load_file, save_file
-from test_windows import CPU_BACKENDS, PROMPTS, WINDOW
+from test_families import KINDS
 
 from pagedcli.attention.select import select_backend
 from pagedcli.config import EngineConfig
@@ -35,15 +33,9 @@ PUBLISHED = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 40,  # of 512 or 1,024, so that sequences grow past it
 }
-NUM_NEW = 48
+PROMPTS, NUM_NEW = KINDS["gemma4"].prompts, 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 HARD = {"chunked_prefill_size": 7, "block_size": 4, "max_model_len": 160}
-SMALL_POOLS = {2: 60, 3: 96}  # by the number of groups of layers: too small for all sequences at once
-EASY = [
-    {"enable_prefix_caching": False, "block_size": 1, "max_model_len": 160},
-    {"chunked_prefill_size": 64, "block_size": 16, "max_model_len": 160},
-    {"block_size": 256, "max_model_len": 160},
-]
 
 
 @pytest.fixture(scope="module")
@@ -53,48 +45,11 @@ def models(tmp_path_factory):
 
     def model(family):
         if family not in made:
-            path = tiny_model(family, tmp_path_factory.mktemp(family), sliding_window=WINDOW)
+            path = tiny_model(family, tmp_path_factory.mktemp(family), sliding_window=24)
             made[family] = path, transformers_tokens(path, PROMPTS, NUM_NEW)
         return made[family]
 
     return model
-
-
-FAMILIES = [pytest.param(each, marks=pytest.mark.slow) if "12b" in each else each for each in GEMMA4_FAMILIES]  # as 31B
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, family):
-    path, expected = models(family)
-    engine = make_engine(path, **HARD)
-    assert engine.plan.in_one_call
-    engine = make_engine(path, **HARD, num_kvcache_blocks=SMALL_POOLS[len(engine.plan.limits.groups)])
-    assert run(engine, PROMPTS, GREEDY) == expected
-    assert by_default(engine.stats.num_preemptions > 0)
-    assert by_default(engine.stats.num_cached_tokens > 0)
-
-
-@pytest.mark.bits
-@pytest.mark.slow
-@pytest.mark.parametrize("family", GEMMA4_FAMILIES)
-@pytest.mark.parametrize("variant", EASY)
-def test_tokens_equal_transformers_past_the_window_whatever_cache_chunk_and_block_size(models, family, variant):
-    path, expected = models(family)
-    assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", GEMMA4_FAMILIES)
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_tokens_equal_transformers_past_the_window_through_each_backend(models, family, backend):
-    path, expected = models(family)
-    try:
-        engine = make_engine(path, attention_backend=backend, num_kvcache_blocks=96, **HARD)
-    except BackendError as error:
-        pytest.skip(error.message)
-    assert run(engine, PROMPTS, GREEDY) == expected
-    assert by_default(engine.stats.num_preemptions > 0)
 
 
 def test_bits_do_not_depend_on_chunks_or_company_and_logits_equal_transformers(models):
@@ -116,6 +71,7 @@ def test_bits_do_not_depend_on_chunks_or_company_and_logits_equal_transformers(m
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4)
 
 
+@pytest.mark.quick("gemma4-12b")
 @pytest.mark.parametrize("family", ["gemma4-e2b", "gemma4-12b"])
 def test_heads_and_rotations_of_published_models_equal_transformers(family, tmp_path):
     """256 and 512 elements: errors against float64 are those of transformers, in float32 and in bfloat16."""

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch.distributed as dist
-from engine_harness import ragged_prompts
+from harness.engine import ragged_prompts
 from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig
@@ -90,6 +90,7 @@ def close_in_time(engine):
     engine.close()
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_each_other_leave_the_group_together(model, monkeypatch, change_workers):
     change_workers(BARRIER)
     scope = {"tensor_parallel": tensor_parallel}
@@ -109,6 +110,7 @@ def test_groups_start_and_end_again_and_again(model):
         assert not psutil.Process().children(recursive=True)
 
 
+@pytest.mark.long
 def test_an_exception_in_a_worker_ends_the_run_with_its_words(model, change_workers):
     change_workers(FAILURE)
     with two_ranks(model) as engine:
@@ -120,6 +122,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_words(model, change_work
     assert engine._group._ranks.workers[0].process.returncode is not None
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_main_thread_stuck_with_a_dead_worker_ends_the_process(model, monkeypatch, capsys):
     codes = []

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from app_harness import drive, press
-from engine_harness import ragged_prompts
+from harness.engine import ragged_prompts
 from model_zoo import tiny_model
 
 from pagedcli.app.pool_app import PoolApp
@@ -71,6 +71,7 @@ def traced(request, tmp_path_factory):
     return watched, trace
 
 
+@pytest.mark.quick("gemma4-e2b")
 def test_the_groups_of_a_trace_are_those_of_the_model(traced):
     watched, trace = traced
     state = check_trace(TraceReader(trace)).state
@@ -84,6 +85,7 @@ def test_the_groups_of_a_trace_are_those_of_the_model(traced):
     assert len({group.heads for group in state.started.groups}) > 1
 
 
+@pytest.mark.quick("gemma4-e2b")
 def test_blocks_tables_and_map_agree_with_the_engine_at_every_step(traced):
     watched, trace = traced
     replay = Replay(TraceReader(trace))

@@ -1,12 +1,12 @@
-"""Models with recurrent layers through the engine: the tokens of transformers, whatever pool, slots and company."""
+"""Models with recurrent layers through the engine: bits do not depend on pool, slots, checkpoints and company (their
+tokens are those of transformers by test_families)."""
 
 import pytest
-import torch
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts, run
-from model_zoo import RECURRENT_FAMILIES, cached_model
-from msgspec import structs
+from harness.engine import make_engine, ragged_prompts, run
+from model_zoo import cached_model
 
+from pagedcli.errors import ConfigError
 from pagedcli.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.bits
@@ -16,54 +16,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 PROMPTS = ragged_prompts(4)
 # caching with eviction, preemption, chunks and few slots; then each alone
 HARD = {"chunked_prefill_size": 7, "num_kvcache_blocks": 9, "num_state_slots": 5, "max_model_len": 96}
-EASY = [
-    {"enable_prefix_caching": False, "block_size": 4, "num_kvcache_blocks": 120, "max_model_len": 96},
-    {"chunked_prefill_size": 64, "checkpoints": "end", "block_size": 4, "max_model_len": 96},
-    {"max_num_seqs": 1, "checkpoints": "16", "max_model_len": 96},
-    {"checkpoints": "none", "attention_backend": "reference", "max_model_len": 96},
-]
-
-
-@torch.inference_mode()
-def tokens_of_transformers(path, prompts, num_new):
-    """Greedy tokens, each prompt alone: padding passes through convolutions with a bias."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
-    ids = (torch.tensor([prompt]) for prompt in prompts)
-    return [model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
-
-
-@pytest.fixture(scope="module", params=RECURRENT_FAMILIES)
-def family(request, tmp_path_factory):
-    """A tiny model and its expected tokens."""
-    path = cached_model(request.param, tmp_path_factory)
-    return path, tokens_of_transformers(path, PROMPTS, NUM_NEW)
-
-
-def test_tokens_equal_transformers_in_a_small_pool_with_few_slots(family):
-    path, expected = family
-    engine = make_engine(path, **HARD)
-    assert engine.plan.in_one_call
-    assert run(engine, PROMPTS, GREEDY) == expected
-    assert by_default(engine.stats.num_preemptions > 0)
-
-
-def test_tokens_equal_transformers_whatever_cache_chunk_and_checkpoints(family):
-    path, expected = family
-    for variant in EASY:
-        assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected, variant
-
-
-@pytest.mark.slow
-def test_three_samples_of_a_prompt_share_its_state_and_are_the_tokens_of_transformers(family):
-    path, expected = family
-    for variant in ({"block_size": 4, "max_model_len": 96}, {**HARD, "num_kvcache_blocks": 24}):
-        assert run(make_engine(path, **variant), PROMPTS, structs.replace(GREEDY, n=3)) == [
-            3 * sample for sample in expected
-        ]
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +74,22 @@ def test_beams_do_not_depend_on_slots_and_checkpoints(path):
     wide = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, params)
     tight = {"num_kvcache_blocks": 45, "num_state_slots": 8, "chunked_prefill_size": 7, "checkpoints": "end"}
     assert run(make_engine(path, block_size=4, max_model_len=96, **tight), PROMPTS, params) == wide
+
+
+def test_a_shared_beginning_is_computed_once_where_checkpoints_are_made_at_branches(path):
+    shared = [3 + i % 90 for i in range(50)]
+    prompts = [[*shared, 10 + i, *range(5, 24)] for i in range(8)]
+    computed = {}
+    for policy in ("branches", "end", "none"):
+        engine = make_engine(path, num_kvcache_blocks=200, max_num_seqs=8, checkpoints=policy)
+        tokens = run(engine, prompts, SamplingParams(max_tokens=1, temperature=0))
+        computed[policy] = engine.stats.num_computed_tokens, tokens
+    assert computed["branches"][0] == 8 * 70 - 7 * 48
+    assert computed["end"][0] == computed["none"][0] == 8 * 70
+    assert computed["branches"][1] == computed["none"][1]
+
+
+@pytest.mark.parametrize("config", [{"num_state_slots": 4}, {"checkpoints": "end"}])
+def test_settings_of_state_are_refused_for_a_model_without_any(tmp_path_factory, config):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers with recurrent state"):
+        make_engine(cached_model("llama", tmp_path_factory), **config)

@@ -1,7 +1,7 @@
 """A model with NaN among its weights: the request that meets it ends with an error, and its neighbours do not."""
 
 import pytest
-from engine_harness import make_engine
+from harness.engine import make_engine
 from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 

@@ -1,7 +1,7 @@
 """What the cache of a model with multi-head latent attention holds."""
 
 import pytest
-from engine_harness import make_engine
+from harness.engine import make_engine
 from model_zoo import cached_model
 
 from pagedcli.answers.fits import block_formula

@@ -2,7 +2,7 @@
 every family, kind of sampling and kind of weights, with kernels that are launched but not run (see pretend_cuda)."""
 
 import pytest
-from engine_harness import FirstEight, ragged_prompts
+from harness.engine import FirstEight, ragged_prompts
 from interpreter import interpreted
 from model_zoo import GEMMA4_FAMILIES, tiny_model
 from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins
@@ -59,14 +59,6 @@ PARAMS = [
 ]
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    from pretend_cuda import PretendGpu
-
-    with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
-        yield gpu
-
-
 def check(gpu, path, prompts=None, **config):
     """All kinds of requests at once, twice: the second time from the prefix cache."""
     from pretend_cuda import what_is_new
@@ -90,13 +82,14 @@ def check(gpu, path, prompts=None, **config):
     return engine, gpu.replays - replays, gpu.launches - launches
 
 
+@pytest.mark.slow_cases("qwen2-moe", "gemma4-26b")
 @interpreted
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_a_step_of_every_family(family, tmp_path, gpu):
+def test_a_step_of_every_family(family, tmp_path, idle_gpu):
     sizes = SIZES.get(family, {})
-    engine, replays, launches = check(gpu, tiny_model(family, tmp_path / "model", **sizes))
+    engine, replays, launches = check(idle_gpu, tiny_model(family, tmp_path / "model", **sizes))
     assert replays > 0
     assert launches > 0
     assert engine.runner.state.num_groups == (2 if sizes else 1)
@@ -105,9 +98,9 @@ def test_a_step_of_every_family(family, tmp_path, gpu):
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_a_step_of_every_family_with_recurrent_state(family, tmp_path, gpu):
+def test_a_step_of_every_family_with_recurrent_state(family, tmp_path, idle_gpu):
     path = tiny_model(family, tmp_path / "model")
-    _, replays, launches = check(gpu, path, num_state_slots=12, checkpoints="end", chunked_prefill_size=20)
+    _, replays, launches = check(idle_gpu, path, num_state_slots=12, checkpoints="end", chunked_prefill_size=20)
     assert replays > 0
     assert launches > 0
 
@@ -115,55 +108,56 @@ def test_a_step_of_every_family_with_recurrent_state(family, tmp_path, gpu):
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4-26b", "qwen3-moe", "gpt_oss", "deepseek_v3", *HYBRIDS])
-def test_a_step_in_the_type_that_gpus_compute_in(family, tmp_path, gpu):
+def test_a_step_in_the_type_that_gpus_compute_in(family, tmp_path, idle_gpu):
     """Tiles differ from those of float32."""
     path = tiny_model(family, tmp_path / "model", max_position_embeddings=1024, **SIZES.get(family, {}))
     states = {"num_state_slots": 12, "checkpoints": "end"} if family in HYBRIDS else {}
     prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
     limits = {"max_model_len": 700, "num_kvcache_blocks": 400, "chunked_prefill_size": 300}
-    check(gpu, path, prompts, dtype="bfloat16", **limits, **states)
+    check(idle_gpu, path, prompts, dtype="bfloat16", **limits, **states)
 
 
 @interpreted
 @pytest.mark.parametrize("config", [{"enforce_eager": True}, {"async_scheduling": False}], ids=str)
-def test_without_graphs_or_in_order(config, tmp_path, gpu):
-    check(gpu, tiny_model("qwen3", tmp_path / "model"), **config)
+def test_without_graphs_or_in_order(config, tmp_path, idle_gpu):
+    check(idle_gpu, tiny_model("qwen3", tmp_path / "model"), **config)
 
 
 @interpreted
 @pytest.mark.parametrize("family", ["qwen2-moe", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", [700, pytest.param(300, marks=pytest.mark.slow)])
-def test_prompts_of_several_tiles_and_splits(family, chunk, tmp_path, gpu):
+def test_prompts_of_several_tiles_and_splits(family, chunk, tmp_path, idle_gpu):
     prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
     path = tiny_model(family, tmp_path / "model", max_position_embeddings=1024, **SIZES.get(family, {}))
-    check(gpu, path, prompts, max_model_len=700, num_kvcache_blocks=400, chunked_prefill_size=chunk)
+    check(idle_gpu, path, prompts, max_model_len=700, num_kvcache_blocks=400, chunked_prefill_size=chunk)
 
 
 @interpreted
 @pytest.mark.slow
-def test_packed_weights_of_long_prompts(tmp_path, gpu):
+def test_packed_weights_of_long_prompts(tmp_path, idle_gpu):
     model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, max_position_embeddings=1024)
     packed, _ = quantized_twins(model, tmp_path, *FORMATS["awq"])
     prompts = [[7 + number] * length for number, length in enumerate((3, 20, 40, 90, 170, 300, 520, 640))]
-    check(gpu, packed, prompts, max_model_len=700, num_kvcache_blocks=400)
+    check(idle_gpu, packed, prompts, max_model_len=700, num_kvcache_blocks=400)
 
 
 @interpreted
-def test_an_fp8_cache(tmp_path, gpu):
-    check(gpu, tiny_model("gemma3", tmp_path / "model", **WINDOWS), kv_cache_dtype="fp8")
+def test_an_fp8_cache(tmp_path, idle_gpu):
+    check(idle_gpu, tiny_model("gemma3", tmp_path / "model", **WINDOWS), kv_cache_dtype="fp8")
 
 
+@pytest.mark.quick("awq", "fp8-block")
 @interpreted
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "pack-int4", "fp8-block", "nvfp4"])
-def test_packed_weights(name, tmp_path, gpu):
+def test_packed_weights(name, tmp_path, idle_gpu):
     model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
     packed, _ = quantized_twins(model, tmp_path, *FORMATS[name])
-    engine, replays, _ = check(gpu, packed)
+    engine, replays, _ = check(idle_gpu, packed)
     assert replays > 0
     assert engine.plan.no_graphs is None
 
 
 @interpreted
-def test_mxfp4_experts(tmp_path, gpu):
+def test_mxfp4_experts(tmp_path, idle_gpu):
     _, packed = mxfp4_twins(tmp_path)
-    check(gpu, packed)
+    check(idle_gpu, packed)

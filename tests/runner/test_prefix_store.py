@@ -7,9 +7,9 @@ import shutil
 import msgspec
 import pytest
 import torch
-from engine_harness import ragged_prompts, run
+from harness.core import check_events
+from harness.engine import ragged_prompts, run
 from model_zoo import cached_model, tiny_model
-from trace_harness import check_events
 
 from pagedcli import content_files
 from pagedcli.config import EngineConfig
@@ -97,6 +97,7 @@ ALL = [(model, name) for model in MODELS for name in SETTINGS if model in RECURR
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
 
 
+@pytest.mark.slow_cases("*-checkpoints")
 @pytest.mark.parametrize(("model", "setting"), CASES)
 def test_restored_blocks_have_the_bits_of_computed_ones(model, setting, tmp_path_factory, tmp_path):
     family, changes = MODELS[model]
@@ -334,6 +335,7 @@ def damaged(folder, kind, rng):
 KINDS = ("byte", "cut", "zeros", "swap", "gone")
 
 
+@pytest.mark.quick("gone-after the start")
 @pytest.mark.parametrize("late", [False, True], ids=["before the start", "after the start"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damages_are_misses_and_never_an_answer(path, stored, tmp_path, monkeypatch, kind, late):

@@ -1,11 +1,9 @@
 """Log-probabilities of prompt tokens: those of transformers, and the same bits however the prompt is computed."""
 
 import pytest
-from batch_harness import Harness
 from bit_settings import by_default
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import Harness, make_engine, ragged_prompts, run, transformers_logits
 from model_zoo import cached_model
-from paged_harness import transformers_logits
 
 from pagedcli import LLM, SamplingParams
 from pagedcli.batch.columns import Columns

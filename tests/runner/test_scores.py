@@ -5,9 +5,8 @@ import random
 
 import pytest
 from bit_settings import by_default
-from engine_harness import make_engine
+from harness.engine import make_engine, transformers_logits
 from model_zoo import cached_model, tiny_model
-from paged_harness import transformers_logits
 
 from pagedcli import LLM
 from pagedcli.errors import RequestError
@@ -100,6 +99,7 @@ def model(request, tmp_path_factory):
     return path, whole(path, rows())
 
 
+@pytest.mark.slow_cases("sinks and experts-*")
 @pytest.mark.parametrize(
     "config",
     [
@@ -130,6 +130,7 @@ def test_scores_are_those_of_prompt_logprobs_bit_for_bit(model, config):
     assert engine.stats.num_computed_tokens == num_computed(requests, [output.num_cached_tokens for output in found])
 
 
+@pytest.mark.slow_cases("sinks and experts-*")
 @pytest.mark.bits
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 1.3, 2])
@@ -156,6 +157,7 @@ def test_preemptions_change_no_bit(model, num_sequences, ahead):
         assert by_default(engine.stats.num_recomputed_tokens > 0)
 
 
+@pytest.mark.slow_cases("windows")
 def test_they_are_those_of_transformers(model):
     path, expected = model
     check_with_transformers(path, expected)
@@ -213,6 +215,7 @@ def test_rows_that_generate_next_to_scores_change_nothing(tmp_path_factory):
     assert [plain(found[str(place)]) for place in range(len(expected))] == expected
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_scores_of_one(tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
     config = {"block_size": SIZE, "max_model_len": LENGTH, "num_kvcache_blocks": 200, "async_scheduling": True}

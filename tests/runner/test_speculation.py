@@ -2,9 +2,9 @@
 
 import pytest
 from bit_settings import by_default
-from engine_harness import ragged_prompts
+from harness.core import EveryGuess, Oracle
+from harness.engine import ragged_prompts
 from model_zoo import cached_model, tiny_model
-from oracle import EveryGuess, Oracle
 
 from pagedcli.config import EngineConfig
 from pagedcli.models.formats import FORMATS

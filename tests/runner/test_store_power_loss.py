@@ -4,7 +4,7 @@ or lost, no folder is above its bound, and each file is whole or not there."""
 from itertools import islice
 
 import pytest
-from engine_harness import ragged_prompts
+from harness.engine import ragged_prompts
 from model_zoo import cached_model
 from power_loss import left_behind
 from test_prefix_store import engine_with, outcome

@@ -34,6 +34,7 @@ def generate(tmp_path, model, prompts, *arguments):
     return [json.loads(line) for line in result.stdout.splitlines()], result.stderr
 
 
+@pytest.mark.slow_cases("large-1-256")
 @pytest.mark.bits
 # 256 new tokens need 256 slots: BOS and all but the last one
 @pytest.mark.parametrize(("block_size", "barely_enough"), [(1, 256), (16, 16), (256, 1)])
@@ -56,6 +57,7 @@ def test_one_block_less_is_refused(tmp_path, model):
     assert "needs 16 blocks of 16 tokens, the pool has 15" in json.loads(result.stdout)["error"]["message"]
 
 
+@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("place", slow_but((17,), (0, 17, 31)))
 def test_the_published_text_among_31_other_prompts(tmp_path, model, published, place):

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from engine_harness import ragged_prompts, run
+from harness.engine import ragged_prompts, run
 from model_zoo import tiny_model
 from quick import slow_but
 
@@ -73,6 +73,7 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 3 + [
 ]
 
 
+@pytest.mark.long
 def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model, close):
     prompts = ragged_prompts(5)
     expected = run(make_engine(model), prompts, PARAMS)
@@ -97,6 +98,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
         engine.step()
 
 
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("family", slow_but(("gemma3", "deepseek_v3"), SPLIT))
 def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, close):
     """Every expert is split within, the shared one too; gemma's norms come after the sum over the ranks."""
@@ -138,6 +140,7 @@ def test_rows_written_before_a_worker_died_are_kept_and_resumed(tmp_path):
     assert len(texts[0]) == 24
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_load_says_why_and_nobody_waits(model, monkeypatch):
     start_worker = tensor_parallel._start_worker
 
@@ -150,6 +153,7 @@ def test_a_worker_that_cannot_load_says_why_and_nobody_waits(model, monkeypatch)
     assert not dist.is_initialized()
 
 
+@pytest.mark.long
 def test_workers_end_when_rank_0_cannot_load(model, monkeypatch):
     groups = []
 
@@ -208,6 +212,7 @@ def test_the_parts_of_all_ranks_make_up_the_whole(model, size):
         assert torch.equal(parts[-1]["final_norm"], full["final_norm"])
 
 
+@pytest.mark.long
 def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)
@@ -217,6 +222,7 @@ def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", slow_but(("gemma4-26b",), ("gemma4-e2b", "gemma4-26b")))
 def test_two_ranks_release_the_blocks_out_of_a_window(family, tmp_path, close):
     """Heads by kind of layer are split or shared; K = V, layers that read others, inputs of layers, experts beside."""

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 from cli_harness import pagedcli
-from engine_harness import make_engine
 from gguf_files import gguf_twins
+from harness.engine import make_engine
 from model_zoo import cached_model, tiny_model
 from quantized_zoo import FORMATS, quantized_twins
 from quick import slow_but

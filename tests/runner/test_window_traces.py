@@ -5,8 +5,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from scripted import Simulation
-from trace_harness import EventList, check_events, simulated
+from harness.core import EventList, Simulation, check_events, simulated
 
 from pagedcli.answers.fits import group_rows
 from pagedcli.core.groups import TableShape, cache_groups, sized
@@ -49,6 +48,7 @@ def test_tokens_do_not_depend_on_pool_cache_chunks_or_running_ahead(windows, see
         assert tokens(fill(Simulation(pool, **{"windows": windows, **change}), seed).run()) == expected, change
 
 
+@pytest.mark.slow_cases("*-windows4")
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_trace_with_windows_obeys_every_law(windows, runs_ahead):
@@ -71,6 +71,7 @@ def test_a_trace_with_windows_obeys_every_law(windows, runs_ahead):
     assert num_preemptions > 0
 
 
+@pytest.mark.quick("windows0")
 @pytest.mark.parametrize("windows", [(None, 3), (6, 3), (None, 4, 7)])
 def test_a_lookup_names_the_hash_of_the_group_that_is_missing(windows):
     """So a block of another group that is still cached is not taken for a collision of hashes."""

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pyarrow.parquet as pq
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import PagedcliError, UsageError
@@ -96,6 +96,7 @@ def dump(path, seed, chosen=ALL):
     return expected, {table: rows_of(file, table) for table, file in written(files.paths).items()}
 
 
+@pytest.mark.slow_cases("35")
 @pytest.mark.parametrize("seed", range(40))
 def test_the_files_hold_the_pool_at_every_step(tmp_path, seed):
     expected, tables = dump(tmp_path / f"kv.{ENDINGS[seed % 3]}", seed)

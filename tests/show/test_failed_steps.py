@@ -5,9 +5,8 @@ import json
 
 import pytest
 from cli_harness import pagedcli
-from scripted import Simulation
+from harness.core import Simulation, simulated, write
 from test_report import code, page_data
-from trace_harness import simulated, write
 
 from pagedcli.events import RequestFinished, StepFailed, StepScheduled, StepStarted
 from pagedcli.show.perfetto import export_perfetto

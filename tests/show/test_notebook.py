@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_harness import pagedcli
-from trace_harness import EventList, simulated, write
+from harness.core import EventList, simulated, write
 
 import pagedcli as package
 from pagedcli import LLM, SamplingParams, open_trace
@@ -45,6 +45,7 @@ def plain(value):
     return None if not isinstance(value, list) and (str(value) == "<NA>" or value != value) else value
 
 
+@pytest.mark.quick("polars")
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_frames_hold_what_the_files_of_dump_kv_hold(trace, path, tmp_path, monkeypatch, library):
     pytest.importorskip(library)
@@ -211,6 +212,7 @@ def test_an_llm_that_does_not_record_says_how():
     assert error.value.hint == "create it with LLM(..., record=True)"
 
 
+@pytest.mark.long
 def test_the_example_notebook_runs_and_shows_what_it_promises():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

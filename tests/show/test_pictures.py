@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_harness import pagedcli
-from scripted import Simulation
-from trace_harness import EventList, simulated, write
+from harness.core import EventList, Simulation, simulated, write
 
 import pagedcli.events as ev
 from pagedcli.cli.picture import _counted
@@ -173,6 +172,7 @@ def test_names_cannot_leave_their_text():
     ET.fromstring(svg)
 
 
+@pytest.mark.long
 def test_a_pool_too_large_to_be_seen_is_refused():
     state = Replay(EventList(simulated(num_blocks=14))).go(0).state
     state.reset_blocks(1_000_000)
@@ -320,6 +320,7 @@ COMMANDS = re.findall(
 )
 
 
+@pytest.mark.slow_cases("*pool.gif", "simulate*")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_page_draws_its_picture(trace, tmp_path, monkeypatch, request, command):
     if ".gif" in command:
@@ -330,6 +331,7 @@ def test_every_command_of_the_page_draws_its_picture(trace, tmp_path, monkeypatc
     assert (tmp_path / words[words.index("--picture") + 1]).stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_png_and_gif_are_drawn_from_the_svg(trace, tmp_path, image):
     pagedcli("trace", trace, "--step", 9, "--picture", tmp_path / "pool.png")
     with image.open(tmp_path / "pool.png") as picture:

@@ -8,7 +8,7 @@ import subprocess
 from itertools import pairwise
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.events import StepScheduled
 from pagedcli.show.report import PoolFrames, embedded_json, render_report
@@ -394,6 +394,7 @@ def blocks_of(text):
         yield from range(int(first), int(last or first) + 1)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("selected", [False, True])
 def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
     page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")), selected={5} if selected else ())
@@ -423,6 +424,7 @@ def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
     assert found["highest"] < 40, "a request takes one line"
 
 
+@pytest.mark.quick("12")
 @pytest.mark.parametrize("num_events", [1, 2, 12, 40])
 def test_a_browser_shows_even_the_beginning_of_a_run(tmp_path, chromium, num_events):
     events = list(TraceReader(recorded(tmp_path / "run.jsonl")))[:num_events]

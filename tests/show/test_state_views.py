@@ -5,8 +5,7 @@ import re
 
 import pytest
 from cli_harness import pagedcli
-from scripted import Simulation
-from trace_harness import EventList, write
+from harness.core import EventList, Simulation, write
 
 import pagedcli.events as ev
 from pagedcli.show.data_files import DataFiles

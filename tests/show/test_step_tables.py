@@ -5,8 +5,8 @@ import random
 import re
 
 import pytest
+from harness.core import Simulation
 from rich.console import Console
-from scripted import Simulation
 
 from pagedcli.events import StepScheduled
 from pagedcli.show.step_tables import print_step_tables, shared_prefixes, step_markdown, step_tables, table_lines
@@ -53,6 +53,7 @@ def cells(lines):
     return "".join("".join(name.split()) for name in names), rows
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_table_has_the_same_cells_at_every_width_and_in_a_pipe(seed):
     moments = busy_moments(seed)

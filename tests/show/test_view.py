@@ -6,8 +6,8 @@ import random
 
 import msgspec
 import pytest
+from harness.core import Simulation
 from rich.console import Console
-from scripted import Simulation
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
 from pagedcli.show.panels import PlainView, block_ids_text

@@ -1,9 +1,9 @@
 """The bounds, by brute force on small workloads: unconstrained >= clairvoyant = the best possible >= any policy."""
 
 import pytest
+from harness.core import make_seq, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.eviction import POLICIES

@@ -5,9 +5,9 @@ from array import array
 import numpy as np
 import pytest
 from conftest import shared_data
+from harness.core import make_seq, plan_for, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_harness import make_seq, plan_for, prefill
 
 from pagedcli.answers.hits import found_in
 from pagedcli.core.block_manager import BlockManager
@@ -46,6 +46,7 @@ def one_at_a_time(prompts, block_size, num_blocks):
     return blocks, tokens
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(prompts=some_prompts, block_size=st.integers(1, 3))
 def test_the_one_pass_curve_is_the_block_manager_at_every_pool_size(prompts, block_size):

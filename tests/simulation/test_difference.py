@@ -10,7 +10,7 @@ from itertools import combinations
 import msgspec
 import pytest
 from cli_harness import pagedcli
-from pool_harness import plan_for
+from harness.core import plan_for
 
 import pagedcli.events as ev
 from pagedcli.show.difference_tables import sentence

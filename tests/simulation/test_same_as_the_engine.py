@@ -6,9 +6,9 @@ from array import array
 import msgspec
 import pytest
 from cli_harness import pagedcli
+from harness.core import Simulation, scripted_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Simulation, scripted_plan
 
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
@@ -41,6 +41,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(lambda tail: [
 requests = st.tuples(prompts, st.integers(1, 7), st.sampled_from([1, 1, 2]), st.sampled_from([None, None, "salt"]))
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     rows=st.lists(requests, min_size=1, max_size=8),
@@ -91,6 +92,8 @@ def _rows(num_rows):
         yield {"prompt": f"{story} {'and so on ' * (index % 7)}{index % 50}", "max_tokens": 1 + index % 6}
 
 
+@pytest.mark.long
+@pytest.mark.quick("300-next-use")
 @pytest.mark.parametrize(("num_rows", "eviction"), [(1000, "lru"), (300, "next-use")])
 def test_a_simulated_prompt_file_has_the_events_of_generate(tmp_path, num_rows, eviction):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"

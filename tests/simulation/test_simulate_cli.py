@@ -277,6 +277,7 @@ def gemma_3(folder):
     return folder / "config.json"
 
 
+@pytest.mark.long
 def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
     long = write(tmp_path / "long.jsonl", [
         {"timestamp": 0, "input_length": 4096, "output_length": 8, "hash_ids": [0, *range(9 * i + 1, 9 * i + 8)]}
@@ -314,6 +315,7 @@ def test_rows_with_beams_are_counted_and_named(tmp_path):
     assert found["bad_lines"][0]["reason"] == "beam search, which simulate does not model"
 
 
+@pytest.mark.long
 def test_steps_take_the_time_that_plan_has_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     path = tmp_path / "prompts.jsonl"

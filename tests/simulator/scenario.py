@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from batch_harness import BUILTIN, MemorySource
-from scripted import ScriptedExecutor, rule, scripted_plan
+from harness.core import ScriptedExecutor, next_token, scripted_plan
+from harness.engine import BUILTIN, MemorySource
 from simulator.machine import Machine
 
 from pagedcli.batch import journal as journals
@@ -112,7 +112,11 @@ class Engine(EngineCore):
         plan = scripted_plan(num_blocks, size, vocab_size=300, **others)
         width = -(-plan.limits.max_model_len // size)
         executor = ScriptedExecutor(
-            num_blocks, size, plan.limits.max_num_seqs, width, choose=lambda context, draw: 5 + 59 * rule(context, draw)
+            num_blocks,
+            size,
+            plan.limits.max_num_seqs,
+            width,
+            choose=lambda context, draw: 5 + 59 * next_token(context, draw),
         )
         self._machine = machine
         super().__init__(plan, executor, emit=pool_fold(), clock_ns=machine.clock_ns)

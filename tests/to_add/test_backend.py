@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 
 from pagedcli.attention import reference, select

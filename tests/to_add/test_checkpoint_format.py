@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import tiny_model
 from quantized_zoo import quantized_twins, random_codes
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from cli_harness import pagedcli
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 from safetensors.torch import load_file, save_file
 

@@ -51,6 +51,7 @@ def added(monkeypatch):
     monkeypatch.setitem(FAMILIES, "lucky", ENTRY)
 
 
+@pytest.mark.quick("sdpa")
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])  # both decoders
 def test_generate_runs_it(twins, tmp_path, backend):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))

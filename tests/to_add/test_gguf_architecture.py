@@ -1,8 +1,8 @@
 """To add an architecture of GGUF files whose model is a known family, touch its entry in gguf/architectures.py."""
 
 import pytest
-from engine_harness import make_engine, ragged_prompts, run
 from gguf_files import gguf, gguf_twins
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 
 from pagedcli.errors import ModelError

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from engine_harness import make_engine, ragged_prompts, run
+from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 
 from pagedcli.models.families.hybrids import Lfm2

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 from cli_harness import pagedcli
-from scripted import Simulation
+from harness.core import Simulation
 
 import pagedcli.answers.settings as settings
 import pagedcli.batch.reasoning as reasoning

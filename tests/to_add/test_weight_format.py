@@ -82,6 +82,7 @@ def found(tmp_path_factory):
     return printed, rows
 
 
+@pytest.mark.long
 def test_every_command_runs_and_offers_it(found):
     printed, _ = found
     for name, (code, stdout, stderr) in printed.items():

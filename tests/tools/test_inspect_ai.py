@@ -10,7 +10,7 @@ import pytest
 inspect_ai = pytest.importorskip("inspect_ai", reason="needs inspect-ai: pip install 'pagedcli[inspect]'")
 pytestmark = pytest.mark.tools
 
-from batch_harness import chain_model, with_tokens  # noqa: E402
+from harness.engine import chain_model, with_tokens  # noqa: E402
 from inspect_ai.dataset import Sample  # noqa: E402
 from inspect_ai.model import GenerateConfig, get_model  # noqa: E402
 from inspect_ai.scorer import includes  # noqa: E402

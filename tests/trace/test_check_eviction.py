@@ -2,7 +2,7 @@
 
 import pytest
 from cli_harness import pagedcli
-from trace_harness import check_events, simulated, write
+from harness.core import check_events, simulated, write
 
 from pagedcli.core.eviction import POLICIES
 from pagedcli.errors import TraceError
@@ -10,6 +10,7 @@ from pagedcli.events import BlockEvicted
 from pagedcli.trace.state import PoolState
 
 
+@pytest.mark.slow_cases("0.1-*", "0-windows2-prefix-lru")
 @pytest.mark.parametrize("eviction", POLICIES)
 @pytest.mark.parametrize("windows", [(None,), (5,), (4, None)])
 @pytest.mark.parametrize("fails", [0, 0.1])

@@ -2,8 +2,7 @@
 
 import msgspec
 import pytest
-from scripted import Simulation
-from trace_harness import check_events, simulated
+from harness.core import Simulation, check_events, simulated
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (
@@ -188,6 +187,7 @@ def test_salts_are_numbered_as_they_appear(salt):
         check_events([*EVENTS[:place], changed, *EVENTS[place + 1 :]])
 
 
+@pytest.mark.quick("TokensSampled")
 @pytest.mark.parametrize("kind", ["StepScheduled", "TokensSampled"])
 def test_another_order_of_the_sequences_in_a_step_is_found(kind):
     places = [i for i, event in enumerate(EVENTS) if type(event).__name__ == kind and len(event.seq_ids) > 1]

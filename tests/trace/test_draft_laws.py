@@ -2,10 +2,8 @@
 
 import msgspec
 import pytest
-from oracle import Oracle
-from scripted import Simulation
+from harness.core import Oracle, Simulation, check_events
 from test_check_fields import unnoticed
-from trace_harness import check_events
 
 from pagedcli.errors import TraceError
 from pagedcli.events import AnyEvent, DraftChecked, EngineStarted, StateSlotsReleased, StepScheduled, TokensDrafted

@@ -2,8 +2,7 @@
 
 import msgspec
 import pytest
-from scripted import Simulation
-from trace_harness import check_events, simulated, write
+from harness.core import Simulation, check_events, simulated, write
 
 from pagedcli.app.sequences import block_facts
 from pagedcli.errors import TraceError

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from trace_harness import simulated
+from harness.core import simulated
 
 from pagedcli import line_files
 from pagedcli.errors import TraceError
@@ -56,6 +56,7 @@ def peak_mb():
     tracemalloc.stop()
 
 
+@pytest.mark.quick("one line-check", "one line-explain", "one line-report", "one line-perfetto", "one line-replay")
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("piece", [b"x" * MB, REFUSED * 9999], ids=["one line", "events"])
 def test_a_small_file_of_gigabytes_is_refused_in_little_memory(tmp_path, monkeypatch, peak_mb, reader, piece):
@@ -95,6 +96,7 @@ def test_impossible_figures_and_bytes_are_refused_by_every_reader(tmp_path, peak
     assert peak_mb() < 40
 
 
+@pytest.mark.quick("-1")
 @pytest.mark.parametrize("value", [-(2**62), -1, 0, 2**31, 2**63, 2**64 - 1])
 def test_any_number_in_any_field_is_a_trace_error_or_harmless(tmp_path, value):
     """Each number of the first events of each kind, one at a time, through a view that keeps 64-bit columns."""

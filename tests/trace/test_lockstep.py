@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from scripted import Simulation
-from trace_harness import EventList, simulated
+from harness.core import EventList, Simulation, simulated
 
 from pagedcli import SamplingParams
 from pagedcli.errors import TraceError

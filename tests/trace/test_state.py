@@ -208,7 +208,7 @@ class FoldMachine(RuleBasedStateMachine):
             assert [seq.seq_id for seq in self.state.waiting()] == [user.seq_id for user in self.waiting]
 
 
-TestFold = FoldMachine.TestCase
+TestFold = pytest.mark.long(FoldMachine.TestCase)
 TestFold.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 

@@ -7,7 +7,7 @@ import subprocess
 
 import msgspec
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import OLDEST_SCHEMA, SCHEMA_VERSION, EngineStarted, Event, StepFinished

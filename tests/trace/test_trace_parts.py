@@ -4,8 +4,7 @@ import json
 import os
 
 import pytest
-from scripted import Simulation
-from trace_harness import simulated, write
+from harness.core import Simulation, simulated, write
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, RequestAdded, StepScheduled, StepStarted

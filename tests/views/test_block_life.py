@@ -4,8 +4,7 @@ import json
 import re
 
 import pytest
-from scripted import Simulation
-from trace_harness import EventList, simulated, write
+from harness.core import EventList, Simulation, simulated, write
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app

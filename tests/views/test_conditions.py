@@ -1,7 +1,7 @@
 """Conditions and searches mean what they say: compared with plain Python on all sequences of a run."""
 
 import pytest
-from trace_harness import EventList, simulated
+from harness.core import EventList, simulated
 
 from pagedcli.errors import UsageError
 from pagedcli.events import RequestPreempted

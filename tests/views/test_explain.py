@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.answers.why import Reasons, divergence_text, lookup_story, why_it_ended
 from pagedcli.events import BlockEvicted, PrefixLookedUp
@@ -163,6 +163,7 @@ def chain(prefix):
     return tuple(tokens[2:] if tokens[0] == -1 else tokens)  # a salt of one letter is -1 and that letter
 
 
+@pytest.mark.quick("False-30")
 @pytest.mark.parametrize("num_blocks", [9, 14, 30])
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_what_is_said_of_a_miss_is_so_in_the_pool(num_blocks, one_by_one):
@@ -171,6 +172,7 @@ def test_what_is_said_of_a_miss_is_so_in_the_pool(num_blocks, one_by_one):
         assert sum(counts[reason] for counts in num_checked) > 5
 
 
+@pytest.mark.quick("30")
 @pytest.mark.parametrize("num_blocks", [9, 14, 30])
 def test_parts_of_parts_fit_and_a_finished_run_leaves_nothing_unknown(num_blocks):
     for seed in range(12):

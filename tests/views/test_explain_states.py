@@ -4,9 +4,7 @@ import json
 import random
 
 from cli_harness import pagedcli
-from oracle import Oracle
-from scripted import Simulation
-from trace_harness import EventList, write
+from harness.core import EventList, Oracle, Simulation, write
 
 from pagedcli.answers.why import why_it_ended
 from pagedcli.views.explain import explain_trace, totals_of

@@ -11,10 +11,9 @@ from typing import get_args
 
 import pytest
 from cli_harness import pagedcli
+from harness.core import EventList, Simulation, simulated
 from model_zoo import tiny_model
 from msgspec.structs import replace
-from scripted import Simulation
-from trace_harness import EventList, simulated
 
 import pagedcli as package
 from pagedcli.core.facts import RunFacts

@@ -1,7 +1,7 @@
 """Which request a name means, and what is said of a name that means none."""
 
 import pytest
-from trace_harness import EventList, simulated, write
+from harness.core import EventList, simulated, write
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import RequestAdded, RequestRefused, only_wanted

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from scripted import Simulation
-from trace_harness import EventList, check_events, simulated, write
+from harness.core import EventList, Simulation, check_events, simulated, write
 
 from pagedcli.app.sequences import sequence_facts
 from pagedcli.errors import TraceError
@@ -148,6 +147,7 @@ def test_check_finds_the_corruption(events, name):
         check_events(corrupted)
 
 
+@pytest.mark.long
 def test_no_event_can_be_lost_unnoticed(events):
     """Each event but the last is left out, one at a time."""
     silent = []

@@ -1,24 +1,105 @@
-"""An executor without a model, and the real engine core on top of it: sampled tokens come from a rule. No torch."""
+"""The core alone, without a model and without torch: a simulation, a block manager, events.
+
+A `Simulation` is the real engine core over an executor that keeps token ids in place of K and V. Which token follows is
+a function of all tokens before it, as the block table says; a block that was never written, or that is another's, gives
+other tokens. The pool is checked after each step.
+
+    sim = Simulation(num_blocks=6, block_size=2)  # further keywords: fields of Limits and Plan
+    first = sim.add([1, 2, 3, 4, 5], max_new_tokens=3)  # the sequence; n, cache_salt, params: of the request
+    sim.step()
+    sim.run()  # until nothing is left
+    assert len(first.token_ids) == 5 + 3
+    assert sim.stats.num_steps == 3
+    assert sim.executor.steps[0] == [5]  # new tokens of each sequence in the first step
+
+Its events, and what follows from them:
+
+    events = []
+    sim = Simulation(6, emit=events.append, trace_tokens=True)
+    sim.add([1, 2, 3])
+    sim.run()
+    check_events(events)  # every law holds
+    check_events(simulated(num_blocks=14, fails=0.1))  # a run in which everything happens
+
+With guesses that are wrong as often as asked, and with a step that fails:
+
+    sim = Simulation(20, drafter=Oracle({("request-0", 0): [1, 2, 3]}, wrong=0.3))
+    sim.executor.fail_launch = True  # or fail_read
+
+A block manager without an engine, whose sequences are what it reads of one:
+
+    manager = BlockManager(num_blocks=6, block_size=2)
+    seq = make_seq([1, 2, 3])
+    assert prefill(manager, seq) == 0  # tokens found in the cache
+    assert len(seq.block_table) == 2
+
+`PoolMachine` does that in any order; a subclass changes the windows, the policy or the hash.
+"""
 
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
-from oracle import EveryGuess
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.drafts import Drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
+from pagedcli.core.prefixes import hash_block
 from pagedcli.core.scoring import TokenScore
-from pagedcli.core.sequence import TokenLogprobs
+from pagedcli.core.sequence import Draft, TokenLogprobs
+from pagedcli.core.sequence import Sequence as Seq
 from pagedcli.core.step_input import StepBuilder, StepTokens, TargetScores
-from pagedcli.events import CacheGroup
+from pagedcli.events import CacheGroup, Event
 from pagedcli.sampling_params import SamplingParams
+from pagedcli.simulation.run import VOCAB_SIZE
+from pagedcli.trace.check import check_trace
+from pagedcli.trace.files import TraceWriter
 
 
-def rule(context, draw):
+class Oracle:
+    """Guesses what each sample generates, with this share of wrong tokens. With `ragged` guesses have all lengths."""
+
+    def __init__(
+        self,
+        answers: Mapping[tuple[str, int], Sequence[int]],  # (request_id, sample_index) -> its tokens
+        *,
+        wrong: float = 0.0,
+        ragged: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._answers = answers
+        self._wrong, self._ragged, self._random = wrong, ragged, random.Random(seed)
+
+    def draft(self, seq: Seq, most: int) -> Draft | None:
+        most = self._random.randint(0, most) if self._ragged else most
+        known = self._answers.get((seq.request_id, seq.sample_index), ())[seq.num_output_tokens :][:most]
+        tokens = [token ^ 1 if self._random.random() < self._wrong else token for token in known]
+        return Draft(tokens, "answers") if tokens else None
+
+    def checked(self, seq: Seq, num_accepted: int) -> None:
+        pass
+
+    def ended(self, seq: Seq) -> None:
+        pass
+
+
+class EveryGuess(Drafting):
+    """Guesses in every step, however many sequences decode and however many guesses were wrong."""
+
+    def is_due(self, step: int, num_decodes: int) -> bool:
+        return True
+
+
+def next_token(context, draw):
     """A token that depends on all tokens before it and on the random number."""
     return (sum(context) + len(context) + int(draw * 97)) % 5
 
@@ -42,7 +123,15 @@ class ScriptedExecutor:
     block that was never written, or is another's, gives other tokens."""
 
     def __init__(
-        self, num_blocks, block_size, max_num_seqs, width, *, windows=(None,), choose: Callable = rule, num_states=0
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        width,
+        *,
+        windows=(None,),
+        choose: Callable = next_token,
+        num_states=0,
     ):
         self.states = [None] * num_states  # of each slot: the tokens that its state has seen
         self.block_size = block_size
@@ -245,7 +334,7 @@ class Simulation(EngineCore):
         emit=None,
         trace_tokens=False,
         check=True,
-        choose=rule,
+        choose=next_token,
         drafter=None,
         **changes,
     ):
@@ -290,3 +379,191 @@ class Simulation(EngineCore):
             assert self.stats.num_steps < max_steps, "the scheduler makes no progress"
             self.step()
         return self
+
+
+def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, fails=0.0, **limits) -> list[Event]:
+    """A run in which everything happens: hits, forks, copies, chunks, preemptions, evictions, waiting, salts. `fails`:
+    share of steps whose launch or read raises."""
+    rng = random.Random(seed)
+    events: list[Event] = []
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 7, "chunked_prefill_size": 5, **limits}
+    sim = Simulation(num_blocks, 2, emit=events.append, trace_tokens=True, enable_prefix_caching=caching, **limits)
+    for index in range(num_requests):
+        prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+        sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
+    while sim.has_unfinished_requests():
+        sim.executor.fail_launch, sim.executor.fail_read = rng.random() < fails / 2, rng.random() < fails / 2
+        with suppress(RuntimeError):
+            sim.step()
+    return events
+
+
+def write(path, events):
+    with TraceWriter(path) as writer:
+        for event in events:
+            writer(event)
+    return path
+
+
+class EventList:
+    """Events in memory as a source."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.notes: list[str] = []
+        self._events = events
+        self._number = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        for number, event in enumerate(self._events, 1):
+            self._number = number
+            yield event
+
+    @property
+    def place(self) -> str:
+        return f"event {self._number}"
+
+
+def check_events(events):
+    """check_trace for events in memory; errors name the event's number, from 1."""
+    return check_trace(EventList(events))
+
+
+SIZE = 2
+
+
+def plan_for(workload, **limits):
+    """The plan of a simulated engine with these Limits, which serves every request that the pool can hold."""
+    return Plan(limits=Limits(max_model_len=workload.longest, vocab_size=VOCAB_SIZE, **limits), model="simulation")
+
+
+def make_seq(token_ids, seq_id=0, cache_salt=None):
+    return SimpleNamespace(
+        seq_id=seq_id,
+        token_ids=list(token_ids),
+        block_table=[],
+        prefixes=[],
+        cache_salt=cache_salt,
+        num_computed_tokens=0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        num_context_tokens=None,
+    )
+
+
+def prefill(manager, seq):
+    """Allocate the whole sequence and count it as computed."""
+    hit = manager.lookup(seq)
+    manager.allocate(seq, hit, len(seq.token_ids) - manager.num_computed_after(seq, hit))
+    cached = seq.num_computed_tokens
+    seq.num_computed_tokens = len(seq.token_ids)
+    return cached
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of admissions, appends, forks and releases on a pool of 7 blocks of 2 tokens over 3 token values."""
+
+    seqs = Bundle("seqs")
+    hash_function = staticmethod(hash_block)
+    eviction = "lru"
+    windows = (None,)
+    num_blocks = 7
+
+    def __init__(self):
+        super().__init__()
+        self.manager = BlockManager(
+            self.num_blocks, SIZE, windows=self.windows, hash_function=self.hash_function, eviction=self.eviction
+        )
+        self.live = []
+        self.next_id = 0
+
+    def new_seq(self, tokens):
+        self.next_id += 1
+        return make_seq(tokens, self.next_id)
+
+    @rule(target=seqs, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=8), chunk=st.integers(1, 8))
+    def admit(self, tokens, chunk):
+        seq = self.new_seq(tokens)
+        hit = self.manager.lookup(seq)
+        new = min(chunk, len(tokens) - self.manager.num_computed_after(seq, hit))
+        free = self.manager.num_free_blocks
+        if self.manager.can_allocate(seq, hit, new):
+            expected = free - hit.num_free - self.manager.num_new_blocks(seq, hit, new)
+            self.manager.allocate(seq, hit, new)
+            assert self.manager.num_free_blocks == expected
+            seq.num_computed_tokens += new
+            self.live.append(seq)
+        return seq
+
+    @rule(seq=seqs, token=st.integers(0, 2), chunk=st.integers(1, 4))
+    def grow(self, seq, token, chunk):
+        if not seq.block_table:
+            return
+        if seq.num_computed_tokens == len(seq.token_ids):
+            seq.token_ids.append(token)
+        new = min(chunk, len(seq.token_ids) - seq.num_computed_tokens)
+        self.manager.release_unseen(seq)
+        if self.manager.can_append(seq, new):
+            needed, free = self.manager.num_append_blocks(seq, new), self.manager.num_free_blocks
+            copies = self.manager.may_append(seq, new)
+            # a copy frees nothing here: the shared block has another owner
+            assert self.manager.num_free_blocks == free - needed
+            assert len(copies) in (0, len(self.windows))
+            seq.num_computed_tokens += new
+
+    @rule(seq=seqs, guesses=st.lists(st.integers(0, 2), min_size=1, max_size=6), data=st.data())
+    def check_draft(self, seq, guesses, data):
+        """A step computes the last token and guesses after it, of which the first ones are right."""
+        if not seq.block_table or seq.num_computed_tokens < len(seq.token_ids):
+            return
+        seq.token_ids.append(0)
+        self.manager.release_unseen(seq)
+        if not self.manager.can_append(seq):
+            seq.token_ids.pop()
+            return
+        self.manager.may_append(seq)
+        num_cached = sum(block.prefix is not None for block in self.manager.blocks)
+        room = self.manager.make_room_for_draft(seq, len(guesses))
+        assert sum(block.prefix is not None for block in self.manager.blocks) == num_cached  # nothing is evicted
+        seq.num_computed_tokens += 1
+        num_right = data.draw(st.integers(0, room))
+        seq.token_ids += guesses[:num_right]
+        self.manager.keep_accepted(seq, room, num_right, None, num_again=0)
+        assert seq.num_computed_tokens == len(seq.token_ids)
+        assert len(seq.block_table) == self.manager.tables.num_entries(seq.num_computed_tokens)
+
+    @rule(seq=seqs)
+    def reuse_more(self, seq):
+        if seq.block_table and seq.num_computed_tokens < len(seq.token_ids):
+            before = seq.num_computed_tokens
+            assert self.manager.reuse_more(seq) == seq.num_computed_tokens - before
+            assert seq.num_computed_tokens < len(seq.token_ids)
+
+    @precondition(lambda self: self.live)
+    @rule(target=seqs, parent=seqs)
+    def fork(self, parent):
+        child = self.new_seq(parent.token_ids)
+        if parent.block_table and parent.num_computed_tokens == len(parent.token_ids):
+            self.manager.fork(parent, child)
+            self.live.append(child)
+        return child
+
+    @rule(seq=consumes(seqs))
+    def release(self, seq):
+        self.manager.deallocate(seq)
+        self.live = [other for other in self.live if other is not seq]
+
+    @invariant()
+    def holds(self):
+        self.manager.check(self.live)
+
+    @invariant()
+    def content_in_the_pool_is_found(self):
+        """Or, where hashes collide, other content of the same hash."""
+        for block in self.manager.blocks:
+            if block.prefix is not None:
+                found = self.manager.blocks[self.manager.hash_to_block_id[block.hash]]
+                assert found.prefix.same_as(block.prefix) or self.hash_function is not hash_block
+
+
+class CollidingPoolMachine(PoolMachine):
+    hash_function = staticmethod(lambda tokens, prefix: sum(tokens) % 2)
