@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from scripted import Simulation
+from harness.core import Simulation
 
 from pagedcli.answers.why import ExplainedLookup, Reasons, why
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
