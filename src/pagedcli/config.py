@@ -88,7 +88,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: Annotated[int, _cache("Tokens per KV block", at_least=1, at_most=2**20, affects_rows=False)] = 16
     num_kvcache_blocks: Annotated[
         int | None,
-        _cache("Number of KV blocks, on any device", default="as many as fit", at_least=1, affects_rows=False),
+        _cache(
+            "Number of KV blocks",
+            default="as many as fit; on a CPU max_num_seqs x max_model_len, at most 4GiB",
+            at_least=1,
+            affects_rows=False,
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         KvCacheDtype,
@@ -111,7 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eviction: Annotated[
         Eviction,
         _cache(
-            "Which cached block to evict first; next-use: the one needed last by the waiting requests",
+            "Which cached block to evict first; next-use: the one whose next use by a waiting request is furthest away",
             names_in="pagedcli.core.eviction:POLICIES",
             affects_rows=False,
         ),
@@ -216,7 +221,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: Annotated[
         Speculation,
         _batching(
-            "Speculative decoding, CPU only; ngram: draft tokens from the row's text and finished answers",
+            "Speculative decoding, CPU only; ngram: propose tokens from the row's text and finished answers",
             metavar="[off|ngram]",
             removed=("mtp", "auto"),
             affects_rows=False,
@@ -255,7 +260,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tools: Annotated[
         list[dict[str, Any]] | None,
         _rows(
-            "Tools in OpenAI's format, for chats that list none; makes text prompts chats",
+            "Tools in OpenAI's format, for chats that list none; turns text prompts into chats",
             metavar="JSON|@FILE",
             reads="json",
         ),
@@ -337,7 +342,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_errors: Annotated[
         int | None, _rows("Stop after this many error rows; --resume continues", at_least=1, affects_rows=False)
     ] = None
-    strict: Annotated[bool, _rows("Make rows with unknown fields error rows instead of only reporting them")] = False
+    strict: Annotated[bool, _rows("Reject rows with unknown fields instead of only reporting them")] = False
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -260,13 +260,13 @@ def _setting_cure(before: Forecast, trial: Trial) -> Cure:
     if percent_text(before.hit_rate) != percent_text(after.hit_rate):
         effects.insert(0, f"hits rise from {percent_text(before.hit_rate)} to {percent_text(after.hit_rate)}")
     if before.num_preemptions > after.num_preemptions:
-        effects.append(f"{before.num_preemptions:,} preemptions become {after.num_preemptions:,}")
+        effects.append(f"preemptions fall from {before.num_preemptions:,} to {after.num_preemptions:,}")
     if seconds:
         effects.append(f"about {duration_text(seconds)} are saved")
     cost = f"; {setting.cost}" if setting.cost else ""
     return Cure(
         kind=setting.kind.name,
-        text=f"With {setting.text} {' and '.join(effects)}{cost}.",
+        text=f"With {setting.text}, {' and '.join(effects)}{cost}.",
         flags=flags_of(setting.changes),
         hit_rate=before.hit_rate,
         hit_rate_after=after.hit_rate,

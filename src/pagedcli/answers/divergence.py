@@ -112,7 +112,8 @@ class Divergence:
         """The change, in words that begin a sentence."""
         match self.action:
             case "move":
-                return f"moving {_KINDS[self.kind]} after the {self.num_equal:,} shared tokens, within its message,"
+                behind = f"behind the {self.num_equal:,} equal tokens after it"
+                return f"moving {_KINDS[self.kind]} {behind}, in the same message,"
             case "sort":
                 return f"sorting {_KINDS[self.kind]} the same way"
             case "normalize":

@@ -131,7 +131,7 @@ def fit_in_words(fit: Fit) -> str:
     if not num_blocks:
         reason, missing = fit.num_kvcache_blocks_reason, fit.missing_bytes
         weights = f"weights take {size(fit.weights_bytes)} of {size(fit.total_bytes)}"
-        return f"num_kvcache_blocks = 0: {f'{size(missing)} are missing, {weights}' if missing else reason}."
+        return f"num_kvcache_blocks = 0: {f'{size(missing)} short, {weights}' if missing else reason}."
     blocks = f"{byte_text(fit.kv_cache_bytes)}; {plural(fit.block_size, 'token')}, {size(fit.block_bytes)} each"
     sequences = int(fit.max_concurrency)
     text = f"num_kvcache_blocks = {num_blocks:,} ({blocks}): {plural(sequences, 'sequence')} of {length} at once"

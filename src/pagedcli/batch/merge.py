@@ -77,7 +77,7 @@ def _read_shards(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
     missing = sorted(set(range(1, first.num_shards + 1)) - {shard.number for _, shard in shards})
     if missing:
         named = ", ".join(f"{number}/{first.num_shards}" for number in missing[:_MAX_NAMED])
-        raise UsageError(f"{len(missing)} of {first.num_shards} shards are missing: {named}")
+        raise UsageError(f"{len(missing)} of {plural(first.num_shards, 'shard')} missing: {named}")
     num_rows = sum(shard.num_rows for _, shard in shards)
     for path, shard in shards:
         expected = len(range(shard.number - 1, num_rows, shard.num_shards))

@@ -290,7 +290,7 @@ NOT_A_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, 
 
 def why_not_a_row(error: Exception) -> str:
     """What is wrong with a line. `error`: one of NOT_A_ROW."""
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""`pagedcli audit`: whether the prefix cache of a running server tells the truth."""
+"""`pagedcli audit`: whether the prefix cache of a running server changes its answers."""
 
 import os
 import re
@@ -72,7 +72,7 @@ class AuditOptions:
         bool, option("--self-test", help="Audit faulty servers started on this machine, one per kind of fault.")
     ] = False
     max_requests: Annotated[
-        int, _limits(metavar="N", min=30, max=100_000, help="Requests. Default: 300.")
+        int, _limits(metavar="N", min=30, max=100_000, help="Maximum requests to send. Default: 300.")
     ] = 300  # fmt: skip
     max_tokens: Annotated[
         int, _limits(metavar="N", min=5000, help="Maximum tokens of all prompts and answers. Default: 200000.")
@@ -109,7 +109,7 @@ class AuditOptions:
 
 @config_flags()
 def audit(options: AuditOptions) -> None:
-    """Check whether a server's prefix cache tells the truth.
+    """Check whether a server's prefix cache changes its answers.
 
     Sends random prompts to a server with the OpenAI completions API and compares answers with a cold and a warm cache:
     at block boundaries, as a next turn, among concurrent requests, streamed, with two samples, with other salts, after

@@ -73,7 +73,7 @@ def diff(
             say(f"note: {side.name}: {note}")
     with working("simulating"):
         found = Comparison(sides[0], sides[1], no_prompts)
-    shown = [tables.causes_table(found)]
+    shown = [tables.causes_table(found)] if found.parts or no_prompts or format_ is not Format.TABLE else []
     if "prompts" in found.details and (all_ or format_ is Format.JSON):
         shown.append(tables.prompts_table(found))
     cures, later = [], found.sides[1]

@@ -33,15 +33,15 @@ COMMANDS = {
     "merge": ("Run", "Merge the outputs of all shards of a run."),
     "trace": ("Look inside", "Watch the KV cache of a run, live or recorded."),
     "explain": ("Look inside", "Explain why prefixes of a run were found or missed."),
-    "diff": ("Look inside", "List what differs between two runs, and the effect of each."),
+    "diff": ("Look inside", "Explain what changed between two runs, and how much each change matters."),
     "plan": ("Predict", "Predict how long a file takes and what its KV cache does."),
     "profile-memory": ("Predict", "Show where memory goes and how many KV blocks fit."),
     "simulate": ("Predict", "Simulate the KV cache on a trace, at many pool sizes."),
     "attach": ("Servers", "Watch a vLLM, SGLang or TensorRT-LLM server's KV cache."),
-    "audit": ("Servers", "Check whether a server's prefix cache tells the truth."),
+    "audit": ("Servers", "Check whether a server's prefix cache changes its answers."),
     "doctor": ("This machine", "Check what this machine supports, and test it."),
     "bench": ("This machine", "Measure speed and compare it with the machine's limits."),
-    "store": ("This machine", "List, check and trim the folder of --prefix-store."),
+    "store": ("This machine", "Manage the prefix cache on disk (--prefix-store)."),
     "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
 }
 # old names of commands, for one version -> what stands for them

@@ -191,7 +191,7 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
     if num := file.requests.num_beam_searches:
         parts.append(f"without {plural(num, 'row')} of beam search")
     time = _here(None if run is None else run.found)
-    why = f". No time: {run.source.replace(': ', '; ', 1)}" if run is not None and not time else ""
+    why = f". Time unknown: {run.source.replace(': ', '; ', 1)}" if run is not None and not time else ""
     if scan.bad_rows:
         first = scan.bad_rows[0]
         refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]

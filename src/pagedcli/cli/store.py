@@ -39,10 +39,10 @@ def store(
     trim: Annotated[str | None, option("--trim", metavar="SIZE", help=_TRIM_HELP)] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """List, check and trim the folder of --prefix-store: KV blocks of shared prefixes, kept for later runs.
+    """Manage the prefix cache on disk (--prefix-store): KV blocks of shared prefixes, kept for later runs.
 
-    Lists the files by model and settings, last used first. A run reads only files of its own model and settings; the
-    table shows in what the others differ. The value of a file is the time that it saves per byte, halved for each day
+    Lists the files by model and settings, most recently used first. A run reads only files of its own model and
+    settings; the table shows in what the others differ. The value of a file is the time that it saves per byte, halved for each day
     without use. Files of other programs count towards the size, but are never removed.
 
     \b
@@ -94,7 +94,7 @@ def _check(folder: ContentFolder) -> None:
             num_whole += 1
         except DamagedFile as error:
             wrong[file.path.name] = str(error)
-    print(f"{plural(num_whole, 'file')} as written, {len(wrong):,} not")
+    print(f"{plural(num_whole, 'file')} intact, {len(wrong):,} damaged")
     for name, what in wrong.items():
         print(f"  {name}: {printable(what)}")
     if wrong:

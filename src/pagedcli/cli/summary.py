@@ -140,7 +140,7 @@ def say_figures(stats: BatchStats, findings: "Findings") -> None:
     if stats.error_codes:
         lines.append(("failed", ", ".join(f"{code} {count:,}" for code, count in stats.error_codes.most_common())))
     if facts.num_disk_tokens:
-        lines.append(("from disk", f"{plural(facts.num_disk_tokens, 'prompt token')}, from the prefix store"))
+        lines.append(("from disk", plural(facts.num_disk_tokens, "prompt token")))
     if stats.num_deduplicated:
         not_again = f"{plural(stats.num_deduplicated_tokens, 'token')} not generated again"
         equal = plural(stats.num_deduplicated, "row")

@@ -66,7 +66,7 @@ def causes_table(found: Comparison) -> Table:
         for cause, part in found.parts.items()
     ]
     others = [name for name in ("computed_tokens", "preemptions") if any(row[name] for row in rows)]
-    notes = ["each alone: the earlier run with this one difference, in the simulator"]
+    notes = ["each cause alone: the earlier run with this one difference, simulated"] if rows else []
     if found.no_prompts is not None:
         notes.append(f"prompts, outputs and order are not compared: {found.no_prompts}")
     columns = " ".join(["cause", "hit_rate", *others, "detail"])

@@ -47,7 +47,7 @@ def pool_line(state: PoolState) -> Text:
         ("cached ", "cyan"),
         f"{counts['cached']:,} + ",
         ("empty ", "bright_black"),
-        f"{counts['empty']:,} = {plural(counts['total'], 'block')} of {engine.block_size} "
+        f"{counts['empty']:,} = {plural(counts['total'], 'block')} x {plural(engine.block_size, 'token')} "
         f"({byte_text(counts['total'] * engine.block_bytes)}){'' if add_up else ': DOES NOT ADD UP'}",
         no_wrap=True,
         overflow="ellipsis",

@@ -62,7 +62,7 @@ def file_table(
         preempted = f", {plural(run.num_preemptions, 'preemption')}" if run.num_preemptions else ""
         rows.append(Fact("used at the peak", f"{plural(run.peak_used_blocks, 'block')}{preempted}"))
     if pools is not None and pools.unlimited.hit_rate > NEARLY:
-        rows.append(Fact("as good as unlimited", plural(pools.enough.num_blocks, "block")))
+        rows.append(Fact("within 1 point of unlimited", plural(pools.enough.num_blocks, "block")))
     return table(Fact, "file", "The file", rows, notes=[*doubts, ALL_HINT])
 
 
@@ -194,8 +194,8 @@ def _both_ends(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 def _shared_in_words(tokens: int) -> str:
     if tokens < UNIT:
         return f"no two prompts share their first {UNIT} tokens: prefix caching has no benefit"
-    parts = ", ".join(f"{tokens // size} at block {size}" for size in (16, 64, 256))
-    return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
+    parts = ", ".join(f"{tokens // size} of {size}" for size in (16, 64, 256))
+    return f"longest shared prefix: {plural(tokens, 'token')}; full blocks: {parts}"
 
 
 def _block_size_table(survey: PromptSurvey) -> Table:

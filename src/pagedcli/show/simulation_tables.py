@@ -30,9 +30,9 @@ class Point:
     pool_share: Annotated[float | None, "share", percent]
     pool_bytes: Annotated[Bytes, "memory"]
     policy: str
-    hit_rate_tokens: Annotated[Rate, "tokens"]
-    hit_rate_blocks: Annotated[Rate, "blocks"]
-    clairvoyant_hit_rate_tokens: Annotated[Rate, "best"]
+    hit_rate_tokens: Annotated[Rate, "token hits"]
+    hit_rate_blocks: Annotated[Rate, "block hits"]
+    clairvoyant_hit_rate_tokens: Annotated[Rate, "optimal"]
     mean_waiting_steps: Annotated[float | None, "waiting", count, Means("", "steps")]
     mean_waiting_s: Annotated[Seconds | None, "waiting"]
     num_preemptions: Annotated[int, "preempted", Means("", "times")]
@@ -53,7 +53,7 @@ _TRACE = {
     "num_prompt_tokens": "prompt tokens",
     "num_output_tokens": "output tokens",
     "num_blocks": "full blocks of the prompts",
-    "num_unique_blocks": "different blocks",
+    "num_unique_blocks": "distinct blocks",
 }
 
 
@@ -106,15 +106,15 @@ def pool_table(
         pool, explained = "pool_bytes", "memory: of K and V in these blocks"
         rows = [{**row, "pool_bytes": row["pool_blocks"] * block_bytes} for row in rows]
     notes = [
-        f"{explained}; tokens, blocks: found of the prompts' tokens and full blocks when they are first computed; best:"
-        " tokens that the best possible evictions find, without running requests",
+        f"{explained}; token hits, block hits: of the prompts' tokens and full blocks; optimal: token hits of the best"
+        " possible evictions, without running requests",
         *notes,
     ]
     columns = ["pool_blocks", pool, "policy", "hit_rate_tokens", "hit_rate_blocks", "clairvoyant_hit_rate_tokens"]
     title = "Hit rates without running requests (pool: blocks)"
     if schedule is not None:
         timed = schedule.step_time is not None
-        units = f"pool: blocks{'' if timed else ', waiting: steps'}, preempted: times"
+        units = "pool: blocks" if timed else "pool: blocks, waiting: steps"
         title = f"Hit rates of simulated runs ({units})"
         columns += ["mean_waiting_s" if timed else "mean_waiting_steps", "num_preemptions"]
         columns += ["total_s"] if timed and schedule.speed is None else []
@@ -136,7 +136,7 @@ def pools_notes(requests: Requests, found: Hits, windows: tuple[int | None, ...]
         notes.append(f"the first {warmup:.0%} of the requests fill the cache uncounted")
     if any(window is not None for window in windows):
         notes.append(
-            f"the layers form {len(windows)} groups, each with blocks of its own; best: an upper bound, as if layers"
+            f"the layers form {len(windows)} groups, each with blocks of its own; optimal: an upper bound, as if layers"
             " with a window needed no blocks"
         )
     return [*notes, *requests.notes]

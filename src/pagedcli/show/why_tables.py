@@ -82,9 +82,10 @@ def _share(totals: Totals, key: str) -> tuple[int, float | None]:
 
 
 def _longest_shared(reasons: Reasons) -> str:
-    longest, sizes = reasons.longest_shared_prefix(), sorted({reasons.block_size, 16, 256} - {0})
-    blocks = ", ".join(f"{plural(longest // size, 'block')} at block {size}" for size in sizes)
-    return f"longest shared prefix seen: {plural(longest, 'token')} = {blocks}"
+    longest, size = reasons.longest_shared_prefix(), reasons.block_size
+    return f"longest shared prefix: {plural(longest, 'token')}" + (
+        f", {plural(longest // size, 'full block')} of {size}" if size else ""
+    )
 
 
 def _reasons_table(reasons: Reasons) -> Table:

@@ -117,7 +117,7 @@ class Findings:
     def lost(self) -> list[tuple[int, str]]:
         """Shared tokens that were computed again, and why, largest first."""
         losses, facts, in_flight = self.losses, self.facts, LOSS_WORDS["in_flight"]
-        known = [(facts.num_partial_tokens, "shared, but less than a block")]
+        known = [(facts.num_partial_tokens, "shared in partial blocks")]
         if losses is not None:
             known += [(losses.evicted, LOSS_WORDS["evicted"]), (losses.in_flight, in_flight)]
         else:
@@ -176,9 +176,9 @@ def story(findings: Findings, elapsed_s: float) -> str:
 
 def _prefix_text(findings: Findings) -> str:
     facts = findings.facts
-    blocks = plural(facts.longest_shared // facts.block_size, "block")
+    blocks = plural(facts.longest_shared // facts.block_size, "full block")
     return (
-        f"longest shared {plural(facts.longest_shared, 'token')} = {blocks} of {facts.block_size}; "
+        f"longest shared {plural(facts.longest_shared, 'token')}, {blocks} of {facts.block_size}; "
         f"ceiling {percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)} of the prompt tokens "
         f"({_ideal_cache(findings)})"
     )
