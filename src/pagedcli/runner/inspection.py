@@ -113,7 +113,7 @@ def instruction_notes() -> list[str]:
         return notes
     bf16, int8 = bf16_path(library.functions), int8_path(library.functions)
     names = f"bfloat16 by {NAMES[bf16]}, int8 by {NAMES[int8]}, other types by float32 multiply-adds"
-    unused = [flag for flag in ("avx512_fp16", "amx_fp16") if flag in flags]
+    unused: list[str] = [flag for flag in ("avx512_fp16", "amx_fp16") if flag in flags]
     unused += ["amx_bf16"] if bf16 != Path.BF16_TILES and "amx_bf16" in flags else []
     unused += ["amx_int8"] if int8 != Path.INT8_TILES and "amx_int8" in flags else []
     kernels = f"native kernels: {names}; not used: {', '.join(unused) or 'none of those above'}"
