@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
-from pagedcli.bench.throughput import shape_folder, workload_config
+from pagedcli.bench.throughput import bench_notes, shape_folder, workload_config
 from pagedcli.bench.workloads import PRESETS, preset_workload, random_draw, within, workload_floor
-from pagedcli.cli.bench import BenchProgress, bench_notes
+from pagedcli.cli.bench import BenchProgress
 from pagedcli.cli.main import app
 from pagedcli.config import load_config
 from pagedcli.core.limits import Limits

@@ -61,7 +61,7 @@ PART_WORDS = {  # parts of Totals -> what became of these tokens
     "hit": "hit",
     "disk_hit": "hit: read from the prefix store",
     "late_hit": "hit later: computed by another meanwhile",
-    **{part: f"lost: {words}" for part, words in LOSS_WORDS.items()},
+    **{part: f"lost: {LOSS_WORDS[part]}" for part in ("vetoed", "evicted", "in_flight")},
     "first_seen": "seen for the first time",
     "first_seen_shared": "  of these: shared in a partial block",
     "last_block": "after the last full block",

@@ -8,11 +8,16 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import psutil
 from msgspec import UNSET, UnsetType
 
+from pagedcli.errors import UsageError
+from pagedcli.files import read_whole
+from pagedcli.line_files import NOT_JSON
 from pagedcli.records import RIGHT, Means
 
 OTHERS_ALLOWED, STEAL_ALLOWED = 0.05, 0.02  # shares of all cores
@@ -107,6 +112,18 @@ class Passes(Protocol):
 
 
 _OF_FIGURE = Means("", "that of the figure, in its name")
+
+
+def read_earlier(path: Path) -> list[Earlier]:
+    """The rows of an earlier measurement, printed with --format json. Raises: UsageError if the file has none."""
+    try:
+        document = msgspec.json.decode(read_whole(path, 2**24), type=dict[str, Any])
+        return msgspec.convert(document["throughput"], list[Earlier])
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (*NOT_JSON, KeyError) as error:
+        hint = "make one with pagedcli bench --format json"
+        raise UsageError(f"{path} is not a measurement of pagedcli bench", hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True)

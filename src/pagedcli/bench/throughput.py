@@ -4,7 +4,7 @@ cache."""
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -18,7 +18,9 @@ from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
 from pagedcli.config import EngineConfig, LoadedConfig
+from pagedcli.core.plan import Plan
 from pagedcli.core.requests import FinishedRequest
+from pagedcli.printable import plural
 from pagedcli.records import Share, count
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -225,6 +227,48 @@ def throughput_row(result: Throughput, workload: BenchWorkload) -> WorkloadRow:
         floor_s=floor,
         machine=UNSET if machine is None else machine,
     )
+
+
+def headline(row: WorkloadRow) -> str:
+    """How fast a workload ran, in a sentence."""
+    said = f"{row.workload}: {row.output_tokens_per_s:,.0f} tokens/s"
+    spread, num_passes = row.spread["output_tokens_per_s"], len(row.all_wall_s)
+    if spread is not None and num_passes > 1:
+        said += f" ({spread.min:,.0f} to {spread.max:,.0f} in {num_passes} passes)"
+    if row.share_of_floor is not None:
+        said += f", {row.share_of_floor:.0%} of what memory and processor allow"
+    return f"{said}."
+
+
+def bench_notes(plan: Plan, rows: Sequence[WorkloadRow]) -> list[str]:
+    """What was measured, on what machine, and what disturbed it."""
+    notes = [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}."]
+    machines = [row.machine for row in rows if row.machine is not msgspec.UNSET]
+    if machines:
+        read = _range([each.read_bytes_per_s for each in machines])
+        peak = _range([each.flop_per_s for each in machines])
+        notes.append(
+            f"Limits measured around the passes: {read} GB/s of reads and {peak} GFLOP/s of"
+            f" {machines[0].instructions} on {plural(machines[0].threads, 'thread')}."
+        )
+    notes += _busy_warning(worst(row.busy for row in rows))
+    if machines and any(row.share_of_floor is None for row in rows):
+        notes.append("The share of the limits is left out: passes were faster than the limits measured around them.")
+    return notes
+
+
+def _range(rates: Sequence[float]) -> str:
+    """The lowest and highest rate, in billions; one number if they are shown alike."""
+    return " to ".join(dict.fromkeys(f"{rate / 1e9:,.0f}" for rate in (min(rates), max(rates))))
+
+
+def _busy_warning(busy: Busy | None) -> list[str]:
+    if busy is None or not busy.disturbs:
+        return []
+    return [
+        f"Warning: the machine was busy: other processes used {busy.others:.0%} of its processor time, the hypervisor"
+        f" withheld {busy.steal:.0%}. Measure again on an idle machine."
+    ]
 
 
 def _floor_s(result: Throughput, workload: BenchWorkload, machine: MachineRates) -> float:

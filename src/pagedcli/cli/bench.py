@@ -5,25 +5,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from pagedcli.bench.spread import Busy, Earlier, FigureChange, compared_rows, worst
+from pagedcli.bench.spread import FigureChange, compared_rows, read_earlier
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
 from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
-from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
-from pagedcli.files import read_whole
-from pagedcli.line_files import NOT_JSON
 from pagedcli.printable import duration_text, plural
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
-    from pagedcli.bench.throughput import Throughput, WorkloadRow
+    from pagedcli.bench.throughput import Throughput
 
 
 class BenchProgress(ProgressLine):
@@ -49,60 +46,6 @@ class BenchProgress(ProgressLine):
             )
 
 
-def read_earlier(path: Path) -> list[Earlier]:
-    """The rows of an earlier measurement, printed with --format json. Raises: UsageError if the file has none."""
-    try:
-        document = msgspec.json.decode(read_whole(path, _MOST_EARLIER_BYTES), type=dict[str, Any])
-        return msgspec.convert(document["throughput"], list[Earlier])
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (*NOT_JSON, KeyError) as error:
-        hint = "make one with pagedcli bench --format json"
-        raise UsageError(f"{path} is not a measurement of pagedcli bench", hint=hint) from error
-
-
-def headline(row: "WorkloadRow") -> str:
-    """How fast a workload ran, in a sentence."""
-    said = f"{row.workload}: {row.output_tokens_per_s:,.0f} tokens/s"
-    spread, num_passes = row.spread["output_tokens_per_s"], len(row.all_wall_s)
-    if spread is not None and num_passes > 1:
-        said += f" ({spread.min:,.0f} to {spread.max:,.0f} in {num_passes} passes)"
-    if row.share_of_floor is not None:
-        said += f", {row.share_of_floor:.0%} of what memory and processor allow"
-    return f"{said}."
-
-
-def bench_notes(plan: Plan, rows: Sequence["WorkloadRow"]) -> list[str]:
-    """What was measured, on what machine, and what disturbed it."""
-    notes = [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}."]
-    machines = [row.machine for row in rows if row.machine is not msgspec.UNSET]
-    if machines:
-        read = _range([each.read_bytes_per_s for each in machines])
-        peak = _range([each.flop_per_s for each in machines])
-        notes.append(
-            f"Limits measured around the passes: {read} GB/s of reads and {peak} GFLOP/s of"
-            f" {machines[0].instructions} on {plural(machines[0].threads, 'thread')}."
-        )
-    notes += _busy_warning(worst(row.busy for row in rows))
-    if machines and any(row.share_of_floor is None for row in rows):
-        notes.append("The share of the limits is left out: passes were faster than the limits measured around them.")
-    return notes
-
-
-def _range(rates: Sequence[float]) -> str:
-    """The lowest and highest rate, in billions; one number if they are shown alike."""
-    return " to ".join(dict.fromkeys(f"{rate / 1e9:,.0f}" for rate in (min(rates), max(rates))))
-
-
-def _busy_warning(busy: Busy | None) -> list[str]:
-    if busy is None or not busy.disturbs:
-        return []
-    return [
-        f"Warning: the machine was busy: other processes used {busy.others:.0%} of its processor time, the hypervisor"
-        f" withheld {busy.steal:.0%}. Measure again on an idle machine."
-    ]
-
-
 bench = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
@@ -113,7 +56,6 @@ _workload = partial(option, panel="Workload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
-_MOST_EARLIER_BYTES = 2**24
 _REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES}, within a minute."
 _COMPARE_HELP = "Compare with an earlier measurement, saved with --format json."
 
@@ -158,7 +100,7 @@ def throughput(
     """
     if context.invoked_subcommand is not None:
         return
-    from pagedcli.bench.throughput import WorkloadRow, throughput_row
+    from pagedcli.bench.throughput import WorkloadRow, bench_notes, headline, throughput_row
 
     loaded = load_config(config, flags)
     seed = loaded.config.engine.seed

@@ -111,7 +111,6 @@ def _facts(reasons: Reasons, state: PoolState) -> dict[str, Any]:
     new = reasons.totals(own=False)
     return {
         "block_size": reasons.block_size,
-        "minimum_cacheable_prefix_tokens": reasons.block_size,
         "longest_shared_prefix_tokens": reasons.longest_shared_prefix(),
         "hit_rate": new.num_found / new.num_tokens if new.num_tokens else None,
         "ideal_hit_rate": new.ideal / new.num_tokens if new.num_tokens else None,

@@ -42,8 +42,8 @@ def store(
     """Manage the prefix cache on disk (--prefix-store): KV blocks of shared prefixes, kept for later runs.
 
     Lists the files by model and settings, most recently used first. A run reads only files of its own model and
-    settings; the table shows in what the others differ. The value of a file is the time that it saves per byte, halved for each day
-    without use. Files of other programs count towards the size, but are never removed.
+    settings; the table shows in what the others differ. The value of a file is the time that it saves per byte, halved
+    for each day without use. Files of other programs count towards the size, but are never removed.
 
     \b
     Examples:
