@@ -10,7 +10,7 @@ demo: $(VENV)/.installed
 	@echo; echo "demo-output.jsonl:"; $(BIN)/python scripts/show_rows.py demo-output.jsonl
 
 test: $(VENV)/.installed-dev
-	@echo "about 6 minutes on two cores; make test-all also runs the slow tests"
+	@echo "about 4 minutes on two cores; make test-all also runs the slow tests"
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long and not machine and not tools"
 
 # Whole commands and servers, some seconds each.

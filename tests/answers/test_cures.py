@@ -326,6 +326,7 @@ def test_generate_takes_the_settings_that_plan_tune_prints(runs, tmp_path, monke
     assert "--tune times steps" in pagedcli(*arguments, "--no-calibrate", expect=2).stderr
 
 
+@pytest.mark.long
 def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys):
     folder, _ = runs
     loaded = load_config(None, {"engine.max_num_seqs": 4, "engine.num_kvcache_blocks": 16})

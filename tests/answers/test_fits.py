@@ -43,6 +43,7 @@ def answers_of(model, tmp_path, *, expect=0):
     return lines, figures
 
 
+@pytest.mark.quick("qwen3", "qwen3_5")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "deepseek_v2"])
 def test_three_commands_give_the_engines_pool(family, tmp_path, tmp_path_factory):
     """Plain layers, windows, recurrent states and latents."""
@@ -65,6 +66,7 @@ CARDS = {
 }
 
 
+@pytest.mark.quick("0.6B-16 GiB", "30B-16 GiB")
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("model", [QWEN3_06B, QWEN3_30B_A3B], ids=["0.6B", "30B"])
 def test_three_commands_give_one_answer_for_a_machine(model, card, tmp_path, monkeypatch):

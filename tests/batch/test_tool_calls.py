@@ -132,6 +132,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.slow_cases("tokens22-*")
 @pytest.mark.parametrize(("tokens", "output", "reason"), BROKEN)
 def test_what_is_no_call_stays_as_text_with_the_reason(tokenizer_with, tokens, output, reason):
     tokenizer = tokenizer_with(tokens)

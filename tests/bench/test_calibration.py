@@ -60,6 +60,7 @@ def test_a_disturbed_step_does_not_count():
     assert _usual([(work, 3.0), (work, 1.0)]) == (work, 1.0)
 
 
+@pytest.mark.machine
 def test_without_words_nothing_is_tokenized(engine):
     """A folder without a tokenizer took 0.2 ms for each token of a prompt: a text of no tokens, divided by one."""
     no_words = open_tokenizer(Config(), shape_folder("qwen3-0.6b"))

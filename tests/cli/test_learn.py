@@ -98,7 +98,7 @@ def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1-block-tables.svg"]
 
 
-@pytest.mark.long
+@pytest.mark.quick("zh-*")
 @pytest.mark.parametrize(
     ("lang", "said"),
     [("en", ("That is not one of a, b.",

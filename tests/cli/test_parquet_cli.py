@@ -134,6 +134,7 @@ def size_of(path):
         return 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_a_run_killed_at_random_moments_gives_the_same_table(table, tmp_path, seed):
     """Kills fall between rows, and into the writing of the table at the end."""

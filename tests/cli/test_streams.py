@@ -109,7 +109,7 @@ def test_text_for_a_full_stdout_is_a_plain_error(command):
 
 
 @pytest.mark.parametrize("flag", ["-o", "--summary-json", "--dump-kv", "--record", "--metrics"])
-@pytest.mark.parametrize("path", ["/proc/no-such/out.jsonl", "/dev/fd/99"])
+@pytest.mark.parametrize("path", ["/proc/no-such/out.jsonl", "/dev/fd/999"])
 def test_a_device_that_is_not_there_is_refused_before_the_run(prompts, flag, path):
     result = pagedcli("generate", prompts, flag, path, *FAST, expect=2)
     assert "bug" not in result.stderr

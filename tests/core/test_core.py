@@ -152,7 +152,7 @@ roomy = {
 }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=st.just({}) | states,
     windows=st.sampled_from([(None,), (None,), (3, None)]), happenings=happenings, drafts=st.none() | drafts,

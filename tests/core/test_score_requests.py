@@ -55,7 +55,7 @@ def test_the_last_continuation_takes_the_partial_block_of_its_context():
     assert engine.stats.num_computed_tokens == 3 + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     requests=st.lists(st.tuples(CONTEXTS, CONTINUATIONS), min_size=1, max_size=6),
     size=st.integers(1, 5),

@@ -219,7 +219,7 @@ def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
 
     monkeypatch.setattr(triton_experts, "_LEAST_LENGTH", 128)
     monkeypatch.setattr(triton_experts, "processors_of", lambda _: 132)
-    generator, num_experts, width, inner = torch.Generator().manual_seed(7), 3, 416, 288
+    generator, num_experts, width, inner = torch.Generator().manual_seed(7), 8, 416, 288
 
     def noise(*shape):
         return torch.randn(*shape, generator=generator)

@@ -159,6 +159,7 @@ def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
     assert said["plan"] in said["generate"]
 
 
+@pytest.mark.long
 def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
     here = replace(machine.this_machine(), missing=NO_COMPILER)
     for module in (machine, loading):

@@ -290,6 +290,7 @@ def test_one_byte_in_the_middle_of_a_tensor_is_another_model(path, stored, tmp_p
     assert (store.facts.num_found_blocks, list(store.facts.not_used)) == (0, ["other model files"])
 
 
+@pytest.mark.slow_cases("qwen3-config2-*")
 @pytest.mark.parametrize(
     ("family", "config", "why"),
     [

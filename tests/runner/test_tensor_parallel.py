@@ -98,6 +98,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
         engine.step()
 
 
+@pytest.mark.long
 @pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("family", slow_but(("gemma3", "deepseek_v3"), SPLIT))
 def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, close):

@@ -143,6 +143,7 @@ def test_a_policy_more_than_there_are_markers_is_in_the_picture(trace, tmp_path,
     assert text.count("<title>") >= 7
 
 
+@pytest.mark.long
 def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(tmp_path):
     prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{i} times " * 9, "max_tokens": 40} for i in range(40)])
     flags = ("--num-kvcache-blocks", "30", "--max-num-seqs", "8", "--block-size", "8")

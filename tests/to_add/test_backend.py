@@ -60,6 +60,7 @@ def test_the_engine_runs_every_kind_of_request_with_it(tmp_path_factory):
     assert run(engine, prompts, kinds * 2) == run(expected, prompts, kinds * 2)
 
 
+@pytest.mark.long
 def test_doctor_lists_and_checks_it():
     found = json.loads(pagedcli("doctor", "--device", "cpu", "--format", "json").stdout)
     assert found["backends"][0] == {"backend": "abacus", "available": True, "reason": None}

@@ -59,6 +59,7 @@ def run(pagedcli, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_help_and_messages_name_it(pagedcli):
     assert "prefix-lru|next-use|mru" in pagedcli("generate", "--help", "cache")
     assert "next-use, mru" in " ".join(pagedcli("simulate", "--help", "all").split())
