@@ -20,6 +20,7 @@ from pagedcli.config_keys import keys_of
 from pagedcli.errors import BackendError, UsageError
 from pagedcli.models.hub import weight_files
 from pagedcli.native.build import instructions, load_library
+from pagedcli.process import nothing_to_collect
 
 _ALWAYS = (
     *("pagedcli", "model", "model files", "dtype", "quantization", "kv_cache_dtype", "load_format", "max_model_len"),
@@ -89,8 +90,9 @@ def kernel_fingerprint(engine: EngineConfig) -> dict[str, str]:
 
     Raises: ConfigError if there is no such device.
     """
-    from pagedcli.planning.decide import resolve_device
-    from pagedcli.planning.machine import this_machine
+    with nothing_to_collect():  # they import torch
+        from pagedcli.planning.decide import resolve_device
+        from pagedcli.planning.machine import this_machine
 
     device = resolve_device(engine.device, this_machine())
     kernels = "torch" if device.type == "cpu" else device.type

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.cli.options import option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_new
-from pagedcli.show.data_files import DataFiles, data_paths, next_part, table_kind
 from pagedcli.show.terminal import say
-from pagedcli.trace.fold import Fold, pool_fold
 from pagedcli.views.step_choice import StepChoice
-from pagedcli.views.step_rows import StepRows
+
+if TYPE_CHECKING:
+    from pagedcli.show.data_files import DataFiles
+    from pagedcli.trace.fold import Fold
 
 _FLAG = "--dump-kv"
 _ENDINGS = (".csv", ".jsonl", ".parquet")
@@ -74,6 +73,8 @@ class Dump:
         chosen = StepChoice.parse(steps, every) if step is None else StepChoice(step, step)
         file = Path(dump_kv) if dump_kv else None
         if file is not None:
+            from pagedcli.show.data_files import data_paths  # most runs write none: that delays their first row
+
             data_paths(file)
         return cls(chosen, dump_kv == _TABLES, file)
 
@@ -86,6 +87,7 @@ class Dump:
         """The files to write; what a resumed run adds is a part of its own. Raises: UsageError if one exists."""
         if self.file is None:
             return None
+        from pagedcli.show.data_files import DataFiles, next_part, table_kind
 
         file = next_part(self.file) if resume else self.file
         files = DataFiles(file, overwrite=overwrite)
@@ -97,7 +99,9 @@ class Dump:
 class DumpFiles:
     """The data files of one run."""
 
-    def __init__(self, files: DataFiles, chosen: StepChoice) -> None:
+    def __init__(self, files: "DataFiles", chosen: StepChoice) -> None:
+        from pagedcli.views.step_rows import StepRows
+
         self._files = files
         self._rows = StepRows(files.write, chosen)
 
@@ -107,8 +111,10 @@ class DumpFiles:
         return {f"{_FLAG} ({table})": path for table, path in self._files.paths.items()}
 
     @contextmanager
-    def written(self) -> Iterator[Fold]:
+    def written(self) -> Iterator["Fold"]:
         """A fold of a run's events; its rows are in the files once the block ends. Raises: PagedcliError."""
+        from pagedcli.trace.fold import pool_fold
+
         try:
             yield pool_fold(self._rows, keep_finished=False)
         except BaseException:
@@ -126,5 +132,6 @@ def table_width(*, stderr: bool = False) -> int | None:
     is_limited = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
     if not is_limited:
         return None
+    from rich.console import Console
 
     return Console(stderr=stderr).width

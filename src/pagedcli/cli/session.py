@@ -66,7 +66,7 @@ def run_job(
     metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
     with nothing_to_collect():
-        work.load_tokenizer()  # imports torch and transformers
+        work.load_tokenizer()  # imports transformers
     if (record := work.finished()) is not None:
         return _say_complete(job, record)
     sink = work.open_sink(_stdout())

@@ -103,12 +103,11 @@ class EngineCore:
     ) -> None:
         """Queue a request. May be called between any two steps.
 
-        `row_id` is the user's own id, which the events carry. `cache_salt`: the request shares cached blocks only with
-        requests of the same salt. `make_stop_checker` is called once per sample and returns a function that receives
-        each new token and detects stop strings; `make_guide` returns the guide that restricts the next token;
-        `make_prefixes` the chain of the prompt's full blocks, if only that is known, and not the prompt's tokens. With
-        `continuations` nothing is generated: the prompt is the context of each of them, and FinishedRequest.scores says
-        how likely they are; of `params` nothing counts. `is_private`: the prefix store is not used.
+        `row_id` is the user's own id. `cache_salt`: the request shares cached blocks only with requests of the same
+        salt. `make_stop_checker` is called once per sample and returns a function that receives each new token and
+        detects stop strings; `make_guide` returns the guide that restricts the next token; `make_prefixes` the chain of
+        the prompt's full blocks, if only that is known. With `continuations` nothing is generated, and `params` do not
+        count: FinishedRequest.scores says how likely each is after the prompt. `is_private`: no prefix store is used.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
         try:
