@@ -37,7 +37,7 @@ def test_there_are_eight_lessons_in_order():
     assert [lesson.number for lesson in LESSONS] == list(range(1, 9))
 
 
-@pytest.mark.quick("7-state-checkpoints.md")
+@pytest.mark.quick("7-state-snapshots.md")
 @EACH
 def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     printed, trace = taught(lesson)
@@ -56,7 +56,7 @@ def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
     assert ": ok, " in pagedcli("trace", trace, "--check").stdout
 
 
-@pytest.mark.quick("7-state-checkpoints.md")
+@pytest.mark.quick("7-state-snapshots.md")
 @EACH
 def test_the_picture_is_of_its_step(taught, lesson):
     svg = ET.parse(taught(lesson)[1].parents[2] / f"en-{lesson.number}.svg").getroot()
@@ -77,7 +77,7 @@ def test_the_index_names_all_lessons(lang):
 
 
 @pytest.mark.long
-def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
+def test_snapshots_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     lesson = LESSONS[6]
     changed = lesson.run.replace("--checkpoints end", "--checkpoints 16")
     assert changed != lesson.run

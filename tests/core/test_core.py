@@ -264,7 +264,7 @@ def same_slots(sim, state):
     manager, slots = sim.cache.states, state.slots
     assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
     hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
-    assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
+    assert [None if each is None else each.hash for each in slots.snapshots] == hashes
     assert list(slots.empty) == list(manager._empty)
     assert list(slots.idle) == list(manager._idle)
     assert slots.index == manager._index

@@ -1,4 +1,4 @@
-"""Models with recurrent layers through the engine: bits do not depend on pool, slots, checkpoints and company (their
+"""Models with recurrent layers through the engine: bits do not depend on pool, slots, snapshots and company (their
 tokens are those of transformers by test_families)."""
 
 import pytest
@@ -23,7 +23,7 @@ def path(tmp_path_factory):
     return cached_model("qwen3_5", tmp_path_factory)
 
 
-def test_a_second_run_finds_checkpoints_and_gives_the_same_tokens(path):
+def test_a_second_run_finds_snapshots_and_gives_the_same_tokens(path):
     engine = make_engine(path, block_size=4, checkpoints="end", max_model_len=96)
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 8]
     first = run(engine, prompts, GREEDY)
@@ -69,14 +69,14 @@ def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_cro
     assert by_default(wide.stats.num_cached_tokens > 0)
 
 
-def test_beams_do_not_depend_on_slots_and_checkpoints(path):
+def test_beams_do_not_depend_on_slots_and_snapshots(path):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, beam_width=3)
     wide = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, params)
     tight = {"num_kvcache_blocks": 45, "num_state_slots": 8, "chunked_prefill_size": 7, "checkpoints": "end"}
     assert run(make_engine(path, block_size=4, max_model_len=96, **tight), PROMPTS, params) == wide
 
 
-def test_a_shared_beginning_is_computed_once_where_checkpoints_are_made_at_branches(path):
+def test_a_shared_beginning_is_computed_once_where_snapshots_are_made_at_branches(path):
     shared = [3 + i % 90 for i in range(50)]
     prompts = [[*shared, 10 + i, *range(5, 24)] for i in range(8)]
     computed = {}

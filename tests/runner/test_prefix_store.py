@@ -97,7 +97,7 @@ ALL = [(model, name) for model in MODELS for name in SETTINGS if model in RECURR
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
 
 
-@pytest.mark.slow_cases("*-checkpoints")
+@pytest.mark.slow_cases("*-snapshots")
 @pytest.mark.parametrize(("model", "setting"), CASES)
 def test_restored_blocks_have_the_bits_of_computed_ones(model, setting, tmp_path_factory, tmp_path):
     family, changes = MODELS[model]

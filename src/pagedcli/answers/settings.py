@@ -10,11 +10,11 @@ from typing import Any
 from pagedcli.answers.time import Forecast, in_prefix_order
 from pagedcli.config_keys import flag_name
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.checkpoints import POLICIES as CHECKPOINTS
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
+from pagedcli.core.snapshots import POLICIES as SNAPSHOTS
 from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.requests import Request, Requests, largest_output
@@ -153,7 +153,7 @@ def _orders(subject: Subject, _: Forecast) -> list[str]:
 
 def _checkpoints(subject: Subject, _: Forecast) -> list[str]:
     limits = subject.limits
-    return [name for name in CHECKPOINTS if name not in ("none", limits.checkpoints)] if limits.has_states else []
+    return [name for name in SNAPSHOTS if name not in ("none", limits.checkpoints)] if limits.has_states else []
 
 
 def _preemption_policies(subject: Subject, base: Forecast) -> list[str]:

@@ -16,11 +16,11 @@ from pagedcli.trace.tokens import Decode
 from pagedcli.views.block_life import BlockLife
 from pagedcli.views.explain import (
     LOSS_WORDS,
-    CheckpointRow,
     Divergence,
     Explainer,
     Lookup,
     Reason,
+    SnapshotRow,
     Totals,
     longest_shared_prefix,
     totals_of,
@@ -55,7 +55,7 @@ REASON_WORDS: dict[Reason, str] = {
     "caching_off": MISS_WORDS["caching_off"],
     "hash_collision": "the block with this hash holds other tokens",
     "not_known": "the sequence ended before it reached the missing block",
-    "no_checkpoint": "K and V of the next block are cached, but no checkpoint of the recurrent state",
+    "no_snapshot": "K and V of the next block are cached, but no snapshot of the recurrent state",
 }
 PART_WORDS = {  # parts of Totals -> what became of these tokens
     "hit": "hit",
@@ -109,7 +109,7 @@ class Reasons:
     answer: str
     lookups: list[Lookup]
     block_size: int
-    checkpoints: list[CheckpointRow] = field(default_factory=list)
+    snapshots: list[SnapshotRow] = field(default_factory=list)
     lost_content: str | None = None  # what failed steps lost, in words
 
     def totals(self, *, own: bool) -> Totals:
@@ -188,7 +188,7 @@ def why(explainer: Explainer, state: PoolState) -> Reasons:
         lost = plural(explainer.num_lost_blocks, "block")
         lost_content = f"{plural(failed, 'step')} failed; the content of {lost} was dropped"
     answer = _of_run(explainer, state)
-    return Reasons(answer, explainer.lookups, explainer.block_size, explainer.checkpoints, lost_content)
+    return Reasons(answer, explainer.lookups, explainer.block_size, explainer.snapshots, lost_content)
 
 
 def _of_run(explainer: Explainer, state: PoolState) -> str:
@@ -253,9 +253,9 @@ def why_it_ended(lookup: Lookup) -> str:
             more = lookup.num_more_blocks
             would = "" if more is None else f"; keeping it would take at least {plural(more, 'more block')}"
             return f"{words} at {lookup.unit} {lookup.evicted_step}{would}"
-        case "no_checkpoint":
+        case "no_snapshot":
             last = f"the last one is at {event.tokens_hit:,}" if event.tokens_hit else "there is none"
-            return f"{lookup.kv_tokens:,} tokens of K and V are cached, but a checkpoint of the state is needed: {last}"
+            return f"{lookup.kv_tokens:,} tokens of K and V are cached, but a snapshot of the state is needed: {last}"
         case "not_seen_before" | "shorter_than_block" if event.partial_tokens:
             return f"{words}: {plural(event.partial_tokens, 'more token')} shared, a block is {size}"
         case "no_shared_prefix" if lookup.salted:

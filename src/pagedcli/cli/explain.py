@@ -28,7 +28,7 @@ from pagedcli.views.names import NamedRequest, find_request
 _REQUEST_HELP = "Show only the lookups of this request, by its id or row index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Show the history of block N instead: who held it, and what it contained."
 _PAGE_HELP = "Write an HTML page instead; --request opens that request in it."
-_ALL_HELP = "Show every table in full, also the outcomes of all tokens and lookups, checkpoints and salts."
+_ALL_HELP = "Show every table in full, also the outcomes of all tokens and lookups, snapshots and salts."
 _FORMAT_HELP = "Output format. csv has one table: the totals; with --lookups or --request, the lookups."
 
 

@@ -10,9 +10,9 @@ import torch
 
 from pagedcli.attention.base import AttentionBackend, dtype_name
 from pagedcli.config import EngineConfig
-from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Kernels
+from pagedcli.core.snapshots import SnapshotPolicy
 from pagedcli.errors import ConfigError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
@@ -55,7 +55,7 @@ def check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) ->
 
 def check_states(config: EngineConfig, spec: ModelSpec, device: torch.device, *, is_here: bool) -> None:
     """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model, or without Triton."""
-    CheckpointPolicy.named(config.checkpoints)
+    SnapshotPolicy.named(config.checkpoints)
     defaults, has_states = EngineConfig(), bool(spec.states)
     rows = [
         (

@@ -25,7 +25,7 @@ from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import Decode
 from pagedcli.views.cache_groups import group_uses, group_words
-from pagedcli.views.explain import CheckpointRow
+from pagedcli.views.explain import SnapshotRow
 from pagedcli.views.moment import Moment
 from pagedcli.views.rows import ShownRow, chosen, values_of
 from pagedcli.views.stats import StepSeries
@@ -265,8 +265,8 @@ def _explain_document(reasons: Reasons, decode: Decode | None) -> dict[str, Any]
         "reasonWords": REASON_WORDS,
         "partWords": PART_WORDS,
         "totals": {name: {**dataclasses.asdict(each), "reasons": dict(each.reasons)} for name, each in totals.items()},
-        "checkpointColumns": _headers(CheckpointRow),
-        "checkpoints": [_values(use, "table") for use in reasons.checkpoints[:MAX_LOOKUPS]],
+        "snapshotColumns": _headers(SnapshotRow),
+        "snapshots": [_values(use, "table") for use in reasons.snapshots[:MAX_LOOKUPS]],
         "saltColumns": _headers(SaltRow),
         "salts": [[*_values(row, "table")[:-1], percent_text(row.hit_rate)] for row in reasons.salts()[:MAX_LOOKUPS]],
         "lookupColumns": _headers(ExplainedLookup, "page"),

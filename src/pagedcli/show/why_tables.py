@@ -1,4 +1,4 @@
-"""The tables of why no more was found: outcomes of tokens and of lookups, the lookups that lost most, checkpoints and
+"""The tables of why no more was found: outcomes of tokens and of lookups, the lookups that lost most, snapshots and
 salts. Used by `explain` for our runs and for recordings of servers.
 """
 
@@ -11,13 +11,13 @@ from pagedcli.printable import plural
 from pagedcli.records import Share
 from pagedcli.show.tables import ALL_HINT, Table, table
 from pagedcli.trace.tokens import Decode
-from pagedcli.views.explain import CheckpointRow, Lookup, Totals
+from pagedcli.views.explain import Lookup, SnapshotRow, Totals
 from pagedcli.views.rows import chosen, values_of
 
 _MOST_LOST = 10  # lookups that are listed unless all are
 _LOST_MOST = "Lookups that lost most"
 _IN_SHORT = ("step", "label", "num_tokens", "tokens_hit", "lost_tokens", "why")
-_MOST_ROWS = 20  # checkpoints, salts
+_MOST_ROWS = 20  # snapshots, salts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ def short_tables(reasons: Reasons, decode: Decode | None) -> list[Table]:
 
 
 def reasons_tables(reasons: Reasons, decode: Decode | None, *, every_lookup: bool = False) -> list[Table]:
-    """All tables; checkpoints and salts only where there are any."""
+    """All tables; snapshots and salts only where there are any."""
     shown, title = (reasons.lookups, "Lookups") if every_lookup else (reasons.lost()[:_MOST_LOST], _LOST_MOST)
     tables = [_totals_table(reasons), _reasons_table(reasons), lookups_table(shown, title, decode)]
-    if reasons.checkpoints:
-        tables.append(_checkpoints_table(reasons.checkpoints))
+    if reasons.snapshots:
+        tables.append(_snapshots_table(reasons.snapshots))
     return [*tables, *salts_tables(reasons)]
 
 
@@ -115,14 +115,14 @@ def lookups_table(
     return Table("lookups", title, shown, rows, diverged, max_shown)
 
 
-def _checkpoints_table(checkpoints: list[CheckpointRow]) -> Table:
-    """The checkpoints that most tokens were found by."""
-    used = sorted(checkpoints, key=lambda use: use.tokens_hit, reverse=True)
+def _snapshots_table(snapshots: list[SnapshotRow]) -> Table:
+    """The snapshots that most tokens were found by."""
+    used = sorted(snapshots, key=lambda use: use.tokens_hit, reverse=True)
     rows = [values_of(use, "json") for use in used[:_MOST_ROWS]]
-    unused = sum(not use.num_hits for use in checkpoints)
-    title = f"Checkpoints of recurrent state: {len(checkpoints):,}, of which {unused:,} were never used"
-    notes = [f"the {len(rows)} most used are shown"] if len(rows) < len(checkpoints) else []
-    return Table("checkpoints", title, chosen(CheckpointRow, "table"), rows, notes)
+    unused = sum(not use.num_hits for use in snapshots)
+    title = f"Snapshots of recurrent state: {len(snapshots):,}, of which {unused:,} were never used"
+    notes = [f"the {len(rows)} most used are shown"] if len(rows) < len(snapshots) else []
+    return Table("snapshots", title, chosen(SnapshotRow, "table"), rows, notes)
 
 
 def salts_tables(reasons: Reasons) -> list[Table]:
