@@ -97,20 +97,6 @@ def pool() -> str:
     return story.text()
 
 
-def eviction() -> str:
-    """What is lost, and when."""
-    story = Story(3, 2)
-    story.start("A", [1, 2, 3, 4])
-    story.end("A")
-    story.show("A ran and ended: both its blocks are cached")
-    story.start("B", [7, 8, 9])
-    story.show("B takes the empty block, then A's tail: the head of A's prefix survives")
-    story.end("B")
-    story.start("C", [1, 2, 3, 4])
-    story.show(f"C is A's prompt again: {story.num_cached} cached tokens, the tail is computed anew")
-    return story.text()
-
-
 def two_long_prompts() -> str:
     """The classic: 600 and 520 tokens at block size 256."""
     story = Story(8, 256)
@@ -135,28 +121,6 @@ def growth() -> str:
         last = story.manager.blocks[seq.block_table[-1]]
         state = "full" if last.hash is not None else "new, partial" if length % 4 == 1 else "partial"
         story.say(f"{length:6}  {len(seq.block_table):6}  {state}")
-    return story.text()
-
-
-def shared_block() -> str:
-    """A shared block freed by one owner, then by the other, then revived."""
-    story = Story(4, 4)
-    story.say("what happened              refs of block 0  on the free list")
-
-    def line(text: str) -> None:
-        block = story.manager.blocks[0]
-        story.say(f"{text:27}{block.ref_count:15}  {'yes' if 0 in story.manager.free_block_ids else 'no'}")
-
-    story.start("A", [1, 2, 3, 4, 5])
-    line("A computes it")
-    story.start("B", [1, 2, 3, 4, 6])
-    line("B shares it")
-    story.end("A")
-    line("A ends")
-    story.end("B")
-    line("B ends: cached and free")
-    story.start("C", [1, 2, 3, 4, 7])
-    line("C revives it")
     return story.text()
 
 
@@ -215,6 +179,5 @@ def window() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (pool, eviction, two_long_prompts, growth, shared_block, three_prompts, whole_prompt_cached,
-                     copy_on_write, window)
+    for function in (pool, two_long_prompts, growth, three_prompts, whole_prompt_cached, copy_on_write, window)
 }  # fmt: skip

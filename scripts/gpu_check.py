@@ -3,10 +3,9 @@
 Needs what the package and its tests need: models are made on the spot, with random weights. Each stage runs in a
 process of its own under a time limit; one that crashes or hangs keeps the rows it has, and costs nothing else. A CUDA
 error makes every later call of its process fail: the stage then runs again in parts, each in a new process that waits
-for every kernel. After each stage DIR/summary.md says in one page whether it runs, whether it is right and how fast
-(gpu_report.py --write puts that into the documentation), DIR/results.json and DIR/table.md hold all results so far, and
-DIR/STAGE.stderr.txt what a failed one said, with all tracebacks. All of it takes more than the 9 minutes that --seconds
-allows by default: run `correctness` and `speed` one after the other, into different folders.
+for every kernel. After each stage DIR/table.md and DIR/results.json hold all results so far, and DIR/STAGE.stderr.txt
+what a failed one said, with all tracebacks. All of it takes more than the 9 minutes that --seconds allows by default:
+run `correctness` and `speed` one after the other, into different folders.
 
 Exit code 0: all stages passed, 1: not all, 2: there is no CUDA GPU here. `--dry-run-cpu` runs every stage's logic at
 tiny size on a CPU, the Triton kernels through triton's interpreter; its figures mean nothing.
@@ -23,8 +22,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-from gpu_report import page
 
 STAGES = Path(__file__).with_name("gpu_stages.py")
 # The most seconds that each stage may take, in the order of what is worth most on a first run. Most take a fraction;
@@ -44,7 +41,6 @@ CORRECTNESS = {
     "fp8": 60,
     "invariance": 60,
     "parallel": 120,
-    "sanitizer": 200,
 }
 SPEED = {
     "ceilings": 25,
@@ -53,11 +49,6 @@ SPEED = {
     "memory": 60,
     "workload": 170,
     "steps": 60,
-    "sampling": 90,
-    "mixed": 150,
-    "shapes": 120,
-    "tiles": 40,
-    "profiler": 150,
 }
 LIMITS = CORRECTNESS | SPEED
 GROUPS = {"correctness": CORRECTNESS, "speed": SPEED}
@@ -88,8 +79,7 @@ def main() -> int:
         sys.stderr.write(f"{name}: {verdict(results[-1])} in {results[-1]['seconds']} s\n")
         (args.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
         (args.out / "table.md").write_text(render(results), encoding="utf-8")
-        (args.out / "summary.md").write_text(page(results), encoding="utf-8")
-    sys.stdout.write(page(results) + "\n" + render(results))
+    sys.stdout.write(render(results))
     return 0 if all(result["ok"] for result in results) else 1
 
 

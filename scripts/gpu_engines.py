@@ -20,7 +20,6 @@ from gpu_common import (
     problem_of,
     ragged_prompts,
 )
-from gpu_tools import first_difference
 
 WINDOWS: Row = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, Row] = {
@@ -151,6 +150,41 @@ def check_families(scale: Scale, rows: Rows, chosen: dict[str, Row], repeats: in
         rows.append(row)
     equal = [row["family"] for row in rows if row["equal"] >= 0.95 * num_prompts]
     return len(equal) == len(names), f"tokens equal to a CPU's: {', '.join(equal)}"
+
+
+def first_difference(right: Any, judged: Any, prompt: list[int]) -> str:
+    """The first part of a model whose result for a prompt differs between two engines of it. Both are eager, without a
+    prefix cache."""
+    found = [_results(engine, prompt) for engine in (right, judged)]
+    for number, ((name, expected), (_, result)) in enumerate(zip(*found, strict=True)):
+        error = float((result - expected).norm() / (expected.norm() + 1e-30))
+        if not error < 1e-3:
+            return f"branch {number}, {name} {list(expected.shape)}: relative error {error:.0e}"
+    return "no branch: the last norm, the output layer or sampling"
+
+
+def _results(engine: Any, prompt: list[int]) -> list[tuple[str, torch.Tensor]]:
+    """What each branch of the model adds to the residual stream, on the host."""
+    from pagedcli.sampling_params import SamplingParams
+
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def watched(branch: Any) -> Any:
+        def call(hidden: Any, residual: Any, step: Any) -> Any:
+            result = branch(hidden, residual, step)
+            found.append((type(branch.body).__name__, result.double().cpu()))
+            return result
+
+        return call
+
+    model = engine.model
+    whole = model._branches, model._late_branches
+    model._branches, model._late_branches = ([watched(branch) for branch in part] for part in whole)
+    try:
+        generate(engine, [prompt], [SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)])
+    finally:
+        model._branches, model._late_branches = whole
+    return found
 
 
 def requests(scale: Scale, rows: Rows) -> Result:

@@ -1,13 +1,16 @@
 """The stages of gpu_check.py: python scripts/gpu_stages.py STAGE RESULT.jsonl [--part I/N] [--dry-run-cpu]
 
-Each stage appends its rows as it goes and returns (ok, one line). Those of single kernels, of whole engines and of
-their speed are in files of their own.
+Each stage appends its rows as it goes and returns (ok, one line). Those of single kernels and those that compare the
+tokens of whole engines are in files of their own.
 """
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import platform
+import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,8 +22,6 @@ from typing import Any
 
 import gpu_engines
 import gpu_kernels
-import gpu_speed
-import gpu_tools
 import torch
 from gpu_common import (
     GPU,
@@ -232,16 +233,134 @@ def _counts(engine: Any) -> tuple[int, int, int]:
     return engine.stats.num_steps, engine.num_steps_ahead, engine.stats.num_preemptions
 
 
+def random_prompts(scale: Scale, count: int, length: int, *, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    top_id = min(10000, scale.model["vocab_size"] - 1)
+    return [[rng.randint(3, top_id) for _ in range(length)] for _ in range(count)]
+
+
+def steps(scale: Scale, rows: Rows) -> Result:
+    """What a decode step of the scale's model takes, and its kernels: the longest ones, and all of them together."""
+    from pagedcli.sampling_params import SamplingParams
+
+    length, num_new = (600, 48) if scale.on_gpu else (5, 4)
+    params = SamplingParams(temperature=0.6, max_tokens=num_new, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(scale, Path(folder), enable_prefix_caching=False)
+        for num_seqs in (1, 16, 64, 256) if scale.on_gpu else (1, 2):
+            for turn in range(2):  # the first compiles
+                for number, prompt in enumerate(random_prompts(scale, num_seqs, length, seed=turn)):
+                    engine.add_request(str(number), prompt, params)
+                before = engine.stats.num_prompt_tokens
+                while engine.stats.num_prompt_tokens - before < num_seqs * length:
+                    engine.step()
+                spent, seconds, count = _profiled(engine, scale, (num_new - 4) // 2 if scale.on_gpu else 1)
+                while engine.has_unfinished_requests():
+                    engine.step()
+            kernels = sorted(spent.items(), key=lambda item: -item[1][0])
+            rows.append({
+                "sequences": num_seqs, "ms per step": round(seconds / count * 1e3, 3),
+                "kernels ms": round(sum(us for us, _ in spent.values()) / count / 1e3, 3),
+                "kernels": round(sum(number for _, number in spent.values()) / count),
+                "longest, us per step": ", ".join(
+                    f"{name} {us / count:.0f} ({number / count:.0f}x)" for name, (us, number) in kernels[:9]
+                ),
+            })  # fmt: skip
+    return True, "ms per step: " + ", ".join(f"{row['sequences']} sequences {row['ms per step']}" for row in rows)
+
+
+def _profiled(engine: Any, scale: Scale, count: int) -> tuple[dict[str, tuple[float, int]], float, int]:
+    """Microseconds and launches of each kernel in so many steps, and the seconds of as many that nobody watched."""
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize(scale)
+    start = time.perf_counter()
+    for _ in range(count):
+        engine.step()
+    synchronize(scale)
+    seconds = time.perf_counter() - start
+    activity = ProfilerActivity.CUDA if scale.on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as watched:
+        for _ in range(count):
+            engine.step()
+        synchronize(scale)
+    spent = {
+        each.key[:60]: (each.self_device_time_total if scale.on_gpu else each.self_cpu_time_total, each.count)
+        for each in watched.key_averages()
+    }
+    return {name: cost for name, cost in spent.items() if cost[0] > 0}, seconds, count
+
+
+def parallel(scale: Scale, rows: Rows) -> Result:
+    """Two ranks: start, ten steps and end; then again with a worker that is killed. Each in a process of its own, whose
+    exit is in the time."""
+    if scale.on_gpu and torch.cuda.device_count() < 2:
+        return True, "not here: one GPU"
+    context, ok = multiprocessing.get_context("spawn"), True
+    for kind, limit_s in (("closed", 2.0), ("worker killed", 10.0)):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_two_ranks, args=(scale, kind, theirs))
+        start = time.perf_counter()
+        process.start()
+        theirs.close()
+        row: Row = {"end": kind}
+        try:
+            row |= {"tokens": _received(ours), "start and steps s": round(time.perf_counter() - start, 2)}
+            row |= {"end s": _received(ours)}
+        except EOFError:
+            row["problem"] = "the process ended before, or hangs"
+        told = time.perf_counter()
+        process.join(10)
+        row |= {"exit s": round(time.perf_counter() - told, 2), "code": process.exitcode}
+        if process.exitcode is None:
+            process.kill()
+        rows.append(row)
+        ok = ok and "problem" not in row and row["code"] == 0 and row["end s"] < limit_s and row["exit s"] < 10
+    return ok, f"left in {rows[0].get('end s')} s; a killed worker is reported in {rows[1].get('end s')} s"
+
+
+def _received(pipe: Any) -> Any:
+    if not pipe.poll(50):
+        raise EOFError
+    return pipe.recv()
+
+
+def _two_ranks(scale: Scale, kind: str, pipe: Any) -> None:
+    from pagedcli.runner.tensor_parallel import WorkerFailure
+    from pagedcli.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model = scale.model if scale.on_gpu else {**scale.model, **heads}
+        engine = make_engine(scale, Path(folder), model=model, tensor_parallel_size=2)
+        for number, prompt in enumerate(random_prompts(scale, 3, 20, seed=0)):
+            engine.add_request(str(number), prompt, params)
+        for _ in range(10):
+            engine.step()
+        pipe.send(engine.stats.num_generated_tokens)
+        start = time.perf_counter()
+        if kind == "worker killed":
+            os.kill(engine._group._ranks.workers[0].process.pid, signal.SIGKILL)
+            try:
+                while engine.has_unfinished_requests():
+                    engine.step()
+                pipe.send("no error")
+                return
+            except WorkerFailure:
+                pass
+        engine.close()
+        pipe.send(round(time.perf_counter() - start, 2))
+
+
 RUN: dict[str, Callable[[Scale, Rows], Result]] = {
     stage.__name__: stage
     for stage in (
-        *(environment, ahead, ceilings, attention, memory, workload),
+        *(environment, ahead, ceilings, attention, memory, workload, steps, parallel),
         *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products),
         *(gpu_engines.smoke, gpu_engines.graphs, gpu_engines.requests, gpu_engines.families),
         *(gpu_engines.hybrids, gpu_engines.windows),
         *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance),
-        *(gpu_speed.steps, gpu_speed.sampling, gpu_speed.mixed, gpu_speed.shapes, gpu_speed.parallel),
-        *(gpu_tools.sanitizer, gpu_tools.profiler, gpu_tools.tiles),
     )
 }
 

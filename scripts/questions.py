@@ -250,8 +250,8 @@ def first_lines(question: Question) -> list[str]:
 
 
 def without_times(text: str) -> str:
-    """The text, with its times and the last digits of log-probabilities left open."""
-    return re.sub(r"\d[\d.,:]* (?:ms|s|min|h)\b", "... s", re.sub(r"(\.\d\d\d)\d{6,}", r"\1...", text))
+    """The text, with its times, speeds and the last digits of log-probabilities left open."""
+    return re.sub(r"\d[\d.,:]* (?:ms|s|min|h|tokens/s)\b", "... s", re.sub(r"(\.\d\d\d)\d{6,}", r"\1...", text))
 
 
 def section(question: Question, lines: list[str]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import yaml
 
-from pagedcli.cli.learn import Lesson, lessons
+from pagedcli.cli.learn import Language, Lesson, lessons
 from pagedcli.config import Config
 from pagedcli.config_keys import Key, keys_of
 from pagedcli.models.families import registry
@@ -125,7 +125,8 @@ def dump_kv() -> Files:
 
 
 def kv_cache() -> Files:
-    return with_tables(DOCS / "kv-cache.md", import_module("doc_tables").TABLES)
+    for folder in (DOCS, DOCS / "zh"):
+        yield from with_tables(folder / "kv-cache.md", import_module("doc_tables").TABLES)
 
 
 def models() -> Files:
@@ -134,7 +135,7 @@ def models() -> Files:
 
 # ---------------------------------------------------------------------- docs/learn
 
-INDEX = """\
+INDEX: dict[Language, str] = {"en": """\
 # How a paged KV cache works, in eight lessons
 
 `pagedcli learn` teaches these lessons in a terminal: it asks for a prediction, runs the command, shows the block pool,
@@ -142,24 +143,33 @@ and the trace of the run says whether you were right. Nothing is downloaded. Her
 be run as they stand, in a folder with the file that is shown. `pagedcli learn 3 --picture copy.svg` also
 [draws the pool](../look-inside.md#pictures-of-a-run).
 
-"""
+""", "zh": """\
+# 分页 KV 缓存的工作原理：八节课
+
+`pagedcli learn --lang zh` 在终端里讲授这些课程：先请你预测，再运行命令、显示块池，然后由这次运行的 trace \
+告诉你预测得对不对。不需要下载任何东西。这里是可供阅读的版本；把文中的文件放进一个文件夹，所有命令都可以原样运行。\
+`pagedcli learn 3 --picture copy.svg` 还会[画出块池](../../look-inside.md#pictures-of-a-run)。
+
+"""}  # fmt: skip
+LEARN: dict[Language, Path] = {"en": DOCS / "learn", "zh": DOCS / "zh" / "learn"}
 
 
-def index() -> str:
+def index(lang: Language) -> str:
     """The page that lists the lessons."""
-    return INDEX + "".join(f"{each.number}. [{each.title}]({each.name})\n" for each in lessons())
+    return INDEX[lang] + "".join(f"{each.number}. [{each.title}]({each.name})\n" for each in lessons(lang))
 
 
 def _page(lesson: Lesson) -> str:
     """What the command prints of a lesson."""
-    command = [sys.executable, "-m", "pagedcli", "learn", str(lesson.number)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    command = [sys.executable, "-m", "pagedcli", "learn", str(lesson.number), "--lang", lesson.lang]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
 
 
 def learn() -> Files:
-    yield DOCS / "learn" / "README.md", index()
-    for lesson in lessons():
-        yield DOCS / "learn" / lesson.name, _page(lesson)
+    for lang, folder in LEARN.items():
+        yield folder / "README.md", index(lang)
+        for lesson in lessons(lang):
+            yield folder / lesson.name, _page(lesson)
 
 
 WRITTEN: dict[str, Callable[[], Files]] = {

@@ -1,9 +1,9 @@
-"""Record a fixed set of runs of the command line, and compare two recordings byte for byte.
+"""Record a fixed set of runs of the command line, for a comparison byte for byte.
 
-    python scripts/same_runs.py record FOLDER [--only NAME ...] [--jobs 2]
-    python scripts/same_runs.py compare FOLDER_A FOLDER_B
+    python scripts/same_runs.py FOLDER [--only NAME ...] [--jobs 2]
+    git diff --no-index FOLDER_A FOLDER_B
 
-For changes that must not change any result: record before and after, then compare. It only uses the command line
+For changes that must not change any result: record before and after, and compare. It only uses the command line
 (`python -m pagedcli` of the Python that runs this script), so it works across any change of the modules. The folder
 gets one subfolder per run, with stdout, stderr, exit codes and all written files. What differs between two equal runs
 (times, speeds, free memory) is masked: see "Masks" below. Both recordings must come from the same machine.
@@ -11,7 +11,6 @@ gets one subfolder per run, with stdout, stderr, exit codes and all written file
 
 import argparse
 import base64
-import difflib
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -487,94 +486,12 @@ def record(folder: Path, names: list[str], jobs: int) -> None:
     print(f"{folder}: {len(runs)} runs, {time.monotonic() - start_s:.0f} s")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparing
-
-_MAX_LINES = 8  # per file
-_AROUND = 70  # characters shown before and after the first difference of a line
-
-
-def files_of(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def first_difference(a: str, b: str) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def line_differences(a: list[str], b: list[str]) -> Iterator[str]:
-    """Lines of a diff; of long lines, the part around the first difference."""
-    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
-    for kind, a_start, a_end, b_start, b_end in matcher.get_opcodes():
-        if kind == "equal":
-            continue
-        for offset in range(max(a_end - a_start, b_end - b_start)):
-            old = a[a_start + offset] if a_start + offset < a_end else None
-            new = b[b_start + offset] if b_start + offset < b_end else None
-            place = 0 if old is None or new is None else first_difference(old, new)
-            start = max(0, place - _AROUND)
-            for sign, line, number in (("-", old, a_start + offset + 1), ("+", new, b_start + offset + 1)):
-                if line is not None:
-                    yield f"  {sign}{number}: {'...' * bool(start)}{line[start : place + _AROUND]}"
-
-
-def show_difference(name: str, a: bytes, b: bytes) -> None:
-    """Print a short diff of a file."""
-    print(f"differs: {name}")
-    if not is_text(Path(name)):
-        print(f"  {len(a)} and {len(b)} bytes")
-        return
-    old, new = (content.decode().splitlines() for content in (a, b))
-    # the rest of a file is often different once a line is; quadratic time is not worth it
-    common = next((n for n, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
-    shown = list(line_differences(old[common : common + 400], new[common : common + 400]))
-    print(f"  first different line: {common + 1} (of {len(old)} and {len(new)}; numbers below count from it)")
-    print("\n".join(shown[:_MAX_LINES]))
-    if len(shown) > _MAX_LINES:
-        print(f"  ... {len(shown) - _MAX_LINES} more lines")
-
-
-def compare(a: Path, b: Path) -> int:
-    """Print what differs between two recordings. Returns 1 if anything does, else 0.
-
-    Runs that only one of them has (see --only) are named, and are no difference.
-    """
-    for folder in (a, b):
-        if not (folder / "models.txt").exists():
-            sys.exit(f"{folder} is not a finished recording")
-    runs_a, runs_b = ({path.name for path in folder.iterdir() if path.is_dir()} for folder in (a, b))
-    both = runs_a & runs_b
-    for name in sorted(runs_a ^ runs_b):
-        print(f"only in {a if name in runs_a else b}: run {name}; not compared")
-    names_a, names_b = files_of(a), files_of(b)
-    num_different = 0
-    for name in sorted(names_a | names_b):
-        if "/" in name and name.split("/")[0] not in both:
-            continue
-        if name not in names_a or name not in names_b:
-            print(f"only in {a if name in names_a else b}: {name}")
-            num_different += 1
-        elif (content := (a / name).read_bytes()) != (other := (b / name).read_bytes()):
-            show_difference(name, content, other)
-            num_different += 1
-    num_runs = len(both - {"inputs"})
-    print(f"{num_runs} runs compared: " + (f"{num_different} files differ" if num_different else "all files are equal"))
-    return int(num_different > 0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    recorder = commands.add_parser("record")
-    recorder.add_argument("folder", type=Path)
-    recorder.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these runs")
-    recorder.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
-    comparer = commands.add_parser("compare")
-    comparer.add_argument("a", type=Path)
-    comparer.add_argument("b", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these runs")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     chosen = parser.parse_args()
-    if chosen.command == "compare":
-        sys.exit(compare(chosen.a.resolve(), chosen.b.resolve()))
     record(chosen.folder.resolve(), chosen.only, chosen.jobs)
 
 

@@ -363,3 +363,11 @@ def test_after_a_power_cut_a_new_journal_has_its_name(tmp_path, monkeypatch):
     path.parent.mkdir()
     Journal.create(path, FINGERPRINT).close()
     assert synced == [path.stat().st_ino, path.parent.stat().st_ino]
+
+
+def test_a_journal_that_was_killed_before_its_first_line_may_still_overwrite(tmp_path):
+    out = tmp_path / "out.jsonl"
+    journal_path(out).touch()
+    journal = open_journal(out, {}, resume=True, overwrite=True)
+    assert journal.header.overwrite
+    journal.close()

@@ -108,7 +108,8 @@ def attached_error(publisher, *options):
     return pagedcli("attach", publisher.endpoint, *options, expect=2).stderr
 
 
-def test_the_servers_own_figures_are_named_by_their_window(publisher):
+def test_the_servers_own_figures_are_named_by_their_window(publisher, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nothing listens there
     with page(METRICS) as url:
         rows = json.loads(attached(publisher, "--format", "json", "--metrics", url).stdout)["metrics"]
     values = {(row["key"], row["window"]): row["value"] for row in rows}

@@ -64,6 +64,13 @@ def test_flags_reach_the_sampler(prompts):
     assert other != rows
 
 
+def test_the_summary_counts_the_tokens_of_the_rows(prompts, out, tmp_path):
+    summary = tmp_path / "summary.json"
+    pagedcli("generate", prompts, "-o", out, *FAST, "--n", 2, "--temperature", 1, "--summary-json", summary)
+    tokens = sum(row["usage"]["completion_tokens"] for row in rows_of(out))
+    assert json.loads(summary.read_text())["row_tokens"] == tokens > 0
+
+
 def test_a_config_file_is_read_and_flags_win(prompts, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("engine: {block_size: 4, num_kvcache_blocks: 64}\nsampling: {max_tokens: 2, ignore_eos: true}\n")

@@ -11,7 +11,10 @@ from quick import slow_but
 from pagedcli.cli.learn import Lesson, LessonFacts, lessons, run_lesson
 
 ROOT = Path(__file__).parents[2]
-LESSONS = lessons()
+spec = importlib.util.spec_from_file_location("renew", ROOT / "scripts" / "renew.py")
+renew = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(renew)
+LESSONS, CHINESE = lessons(), lessons("zh")
 EACH = pytest.mark.parametrize("lesson", slow_but((LESSONS[0], LESSONS[6]), LESSONS), ids=lambda lesson: lesson.name)
 
 
@@ -21,10 +24,11 @@ def taught(tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("lessons"), {}
 
     def learnt(lesson):
-        if lesson.number not in found:
-            printed = pagedcli("learn", lesson.number, "--keep", folder, "--picture", folder / f"{lesson.number}.svg")
-            found[lesson.number] = (printed.stdout, folder / Path(lesson.name).stem / "run.jsonl")
-        return found[lesson.number]
+        if (key := (lesson.number, lesson.lang)) not in found:
+            kept = folder / lesson.lang
+            flags = ("--lang", lesson.lang, "--keep", kept, "--picture", folder / f"{lesson.lang}-{lesson.number}.svg")
+            found[key] = (pagedcli("learn", lesson.number, *flags).stdout, kept / Path(lesson.name).stem / "run.jsonl")
+        return found[key]
 
     return learnt
 
@@ -53,21 +57,21 @@ def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
 
 @EACH
 def test_the_picture_is_of_its_step(taught, lesson):
-    svg = ET.parse(taught(lesson)[1].parents[1] / f"{lesson.number}.svg").getroot()
+    svg = ET.parse(taught(lesson)[1].parents[2] / f"en-{lesson.number}.svg").getroot()
     assert svg.find("{http://www.w3.org/2000/svg}title").text == f"KV cache at step {lesson.step}"
 
 
-@EACH
+@pytest.mark.parametrize(
+    "lesson", slow_but((LESSONS[0], LESSONS[6], CHINESE[4]), LESSONS + CHINESE), ids=lambda each: each.lang + each.name
+)
 def test_the_page_of_a_lesson_is_what_the_command_prints(taught, lesson):
-    page = (ROOT / "docs" / "learn" / lesson.name).read_text(encoding="utf-8")
+    page = (renew.LEARN[lesson.lang] / lesson.name).read_text(encoding="utf-8")
     assert page == taught(lesson)[0], "python scripts/renew.py --write learn"
 
 
-def test_the_index_names_all_lessons():
-    spec = importlib.util.spec_from_file_location("renew", ROOT / "scripts" / "renew.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "learn" / "README.md").read_text(encoding="utf-8") == module.index()
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_the_index_names_all_lessons(lang):
+    assert (renew.LEARN[lang] / "README.md").read_text(encoding="utf-8") == renew.index(lang)
 
 
 def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
@@ -90,11 +94,16 @@ def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1-block-tables.svg"]
 
 
-def test_a_wrong_letter_is_asked_again_and_a_wrong_prediction_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("lang", "said"),
+    [("en", ("That is not one of a, b.",
+             "The trace says: b) the dog, which arrived last. You predicted a) the fox, which arrived first.")),
+     ("zh", ("请输入其中一个：a, b。", "trace 的记录是：b) 小狗（dog），它后到。你的预测是 a) 狐狸（fox），它先到。"))],
+)  # fmt: skip
+def test_a_wrong_letter_is_asked_again_and_a_wrong_prediction_named(monkeypatch, lang, said):
     monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
-    printed = pagedcli("learn", 5, stdin="x\nA\n", columns=100).stdout
-    assert "That is not one of a, b." in printed
-    assert "The trace says: b) the dog, which arrived last. You predicted a) the fox, which arrived first." in printed
+    printed = pagedcli("learn", 5, "--lang", lang, stdin="x\nA\n", columns=100).stdout
+    assert all(each in printed for each in said)
 
 
 def test_a_learner_may_leave_before_anything_runs(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from model_zoo import tiny_model
 from pool_harness import plan_for
 
 from pagedcli.bench.throughput import shape_folder
@@ -55,6 +56,15 @@ def test_layers_with_a_window_count_what_is_in_it(floor):
     for window in (None, 5):
         seen = [min(place + 1, window or 99) for start, num in queries for place in range(start, start + num)]
         assert pairs(window) == pytest.approx(sum(seen))
+
+
+def test_layers_with_a_state_of_fixed_size_do_not_count_as_attending(tmp_path):
+    spec = read_spec(tiny_model("qwen3_next", tmp_path / "model"))
+    floor = StepFloor.of(spec, footprint(spec, AS_STORED, "cpu", 2), MACHINE, kv_dtype="bfloat16")
+    [(_, token_bytes, _)] = floor.layers
+    num_kv_heads, head_dim = spec.attentions[0].heads[1:]
+    assert token_bytes == len(spec.attention_layers) * 2 * num_kv_heads * head_dim * 2
+    assert len(spec.attention_layers) < len(spec.layers)
 
 
 def test_each_layer_counts_its_own_query_heads(floor):

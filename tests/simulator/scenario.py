@@ -34,6 +34,7 @@ from pagedcli.core.engine_core import EngineCore
 from pagedcli.distributed import parts
 from pagedcli.distributed.merge import merge_parts
 from pagedcli.errors import PagedcliError
+from pagedcli.files import JOURNAL
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.fold import pool_fold
 
@@ -169,22 +170,25 @@ class Process:
         except Stopped:
             pass
         except (PagedcliError, OSError) as error:
-            if "is not the journal of a run" in str(error) and not any(self._machine.owed.values()):
-                self._clear()  # its first line was never on the disk: a person moves it away, as the error says
+            if "is not the journal of a run" in str(error):
+                self._clear()
             elif not self._machine.is_full:
                 raise
 
     def _clear(self) -> None:
+        """Move away what is no journal, as the error says: its first line was never on the disk."""
         for path in self._machine.folder.rglob("*.partial"):
-            path.unlink()
+            if not JOURNAL.has(path):
+                if self._machine.owed.get(path):
+                    raise Violation(f"{path.name} had rows that were safe")
+                path.unlink()
 
     def _run_file(self, path: Path, lines, *, fingerprint, options, places=None) -> None:
-        if path.exists() and not journals.is_to_be_replaced(path):
-            if places is None:
-                journals.check_finished(path, fingerprint, lines, order="input", limit=None)
+        if places is None and path.exists() and not journals.is_to_be_replaced(path):
+            journals.check_finished(path, fingerprint, lines, order="input", limit=None)
             return
         columns = Columns(kind=kind_of(path), token_ids=True)
-        journal = journals.open_journal(path, fingerprint, resume=True, overwrite=bool(places))
+        journal = journals.open_journal(path, fingerprint, resume=True, overwrite=places is not None)
         rows_format = CsvLines(columns) if columns.kind == "csv" else JsonLines()
         sink = WatchedSink(self._machine, places, path, journal, order="input", rows_format=rows_format)
         tokenizer = _the_tokenizer()

@@ -94,8 +94,9 @@ class Journal:
         return journal
 
     @classmethod
-    def resume(cls, path: Path, fingerprint: dict[str, str]) -> "Journal":
-        """The journal of a stopped run. Damaged or torn lines are dropped: their rows are generated again.
+    def resume(cls, path: Path, fingerprint: dict[str, str], *, overwrite: bool = False) -> "Journal":
+        """The journal of a stopped run. Damaged or torn lines are dropped: their rows are generated again. `overwrite`
+        is for a run that was killed before its first line, which says it, was complete.
 
         Raises: UsageError naming each field of the fingerprint that differs.
         """
@@ -112,7 +113,7 @@ class Journal:
             raise
         if header is None:  # killed before the first line was complete
             os.close(fd)
-            return cls.create(path, fingerprint)
+            return cls.create(path, fingerprint, overwrite=overwrite)
         os.ftruncate(fd, journal._end)
         return journal
 
@@ -436,7 +437,7 @@ def open_journal(path: Path, fingerprint: dict[str, str], *, resume: bool, overw
     check_output(path, resume=resume, overwrite=overwrite)
     partial = journal_path(path)
     if resume and partial.exists():
-        return Journal.resume(partial, fingerprint)
+        return Journal.resume(partial, fingerprint, overwrite=overwrite)
     return Journal.create(partial, fingerprint, overwrite=overwrite)
 
 

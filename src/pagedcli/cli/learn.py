@@ -1,9 +1,9 @@
 """`pagedcli learn`: how a paged KV cache works, in lessons that run and check themselves.
 
 A lesson is a file in assets/lessons: what to predict, where the trace has the answer, and what the text claims of it;
-then the text, with a file of prompts and a command. `sequences[step=0, row_id=mia].num_blocks` names a value of a
-trace: a table, conditions that select rows with one and the same value, and a column of --dump-kv, or of `explained`
-lookups.
+then the text, with a file of prompts and a command. NAME.zh.md has the text in Chinese.
+`sequences[step=0, row_id=mia].num_blocks` names a value of a trace: a table, conditions that select rows with one and
+the same value, and a column of --dump-kv, or of `explained` lookups.
 """
 
 import re
@@ -13,10 +13,10 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 import yaml
@@ -38,14 +38,48 @@ from pagedcli.views.rows import values_of
 from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.step_rows import Row, StepRows, file_columns
 
-_PART = re.compile(r"---\n(.*?)---\n\n(.*?)\n## Run\n\n(.*?)\n## Answer\n\n(.*)", re.DOTALL)
+_PART = re.compile(r"---\n(.*?)---\n\n(.*?)\n(?:## Run\n\n(.*?)\n)?## Answer\n\n(.*)", re.DOTALL)
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```json\n(.*?)```", re.DOTALL)
 _COMMAND = re.compile(r"\$ pagedcli ([^\n]+)")
 _VALUE = re.compile(r"(\w+)\[(.*?)\]\.(\w+)")
 _TRACE = "run.jsonl"
-_SAYS = "Your prediction (Enter skips, q ends): "
-_NEXT = "Enter continues, p saves the picture, q ends: "
 _LESSON_HELP = "Number of the lesson. Default: all, one after the other."
+
+Language = Literal["en", "zh"]
+
+
+class _Words(NamedTuple):
+    """What the teacher says in one language."""
+
+    asks: str
+    goes_on: str
+    says: str
+    agrees: str
+    disagrees: str
+    no_letter: str
+    no_number: str
+
+
+_WORDS: dict[Language, _Words] = {
+    "en": _Words(
+        "Your prediction (Enter skips, q ends): ",
+        "Enter continues, p saves the picture, q ends: ",
+        "The trace says: **{}**.",
+        " You predicted the same.",
+        " You predicted {}.",
+        "That is not one of {}.",
+        "That is not a number.",
+    ),
+    "zh": _Words(
+        "你的预测（回车跳过，q 退出）：",
+        "回车继续，p 保存图片，q 退出：",
+        "trace 的记录是：**{}**。",
+        "与你的预测一致。",
+        "你的预测是 {}。",
+        "请输入其中一个：{}。",
+        "请输入一个数字。",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +97,7 @@ class Lesson:
     question: str
     run: str
     explanation: str
+    lang: Language = "en"
 
     @classmethod
     def read(cls, name: str, text: str) -> "Lesson":
@@ -72,6 +107,15 @@ class Lesson:
         return cls(
             number=int(name.partition("-")[0]), name=name, question=found[2], run=found[3], explanation=found[4], **head
         )
+
+    def translated(self, lang: Language, text: str) -> "Lesson":
+        """Take title, questions and explanation from the lesson's file of another language."""
+        found = _PART.fullmatch(text)
+        assert found is not None, f"{self.name} in {lang} has the parts of a translation"
+        head = yaml.safe_load(found[1])
+        words = head.pop("choices", {})
+        choices = {letter: (value, words[letter]) for letter, (value, _) in self.choices.items()}
+        return replace(self, choices=choices, question=found[2], explanation=found[4], lang=lang, **head)
 
     @property
     def task(self) -> str:
@@ -91,10 +135,13 @@ class Lesson:
         return int(typed) if typed.isdecimal() else None
 
 
-def lessons() -> list[Lesson]:
+def lessons(lang: Language = "en") -> list[Lesson]:
     """All lessons, in order."""
     folder = files("pagedcli.assets").joinpath("lessons")
-    found = [Lesson.read(file.name, file.read_text(encoding="utf-8")) for file in folder.iterdir()]
+    texts = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
+    found = [Lesson.read(name, text) for name, text in texts.items() if name.count(".") == 1]
+    if lang != "en":
+        found = [each.translated(lang, texts[f"{Path(each.name).stem}.{lang}.md"]) for each in found]
     return sorted(found, key=lambda lesson: lesson.number)
 
 
@@ -151,6 +198,7 @@ def learn(
         Path | None,
         option("--keep", metavar="FOLDER", help="Keep prompts and traces here, in a folder for each lesson."),
     ] = None,
+    lang: Annotated[Language, option("--lang", help="Language of the lessons. Default: en.")] = "en",
 ) -> None:
     """Learn how a paged KV cache works, in eight lessons on the built-in model.
 
@@ -161,10 +209,11 @@ def learn(
     Examples:
       pagedcli learn
       pagedcli learn 3
+      pagedcli learn --lang zh            (in Chinese)
       pagedcli learn 3 --picture copy.svg
       pagedcli learn 4 --keep lessons     (then: pagedcli trace lessons/4-eviction/run.jsonl)
     """  # fmt: skip
-    known = lessons()
+    known = lessons(lang)
     if lesson is not None and lesson > len(known):
         raise UsageError(f"there is no lesson {lesson}", hint=f"lessons are 1 to {len(known)}")
     if picture is not None and lesson is None:
@@ -224,19 +273,20 @@ class _Teacher:
         return trace
 
     def _prediction(self, lesson: Lesson) -> Any:
+        words = _WORDS[lesson.lang]
         while True:
-            typed = input(_SAYS).strip()
+            typed = input(words.asks).strip()
             if typed.lower() in ("", "q"):
                 return typed.lower() or None
             predicted = lesson.predicted(typed)
             if predicted is not None:
                 return predicted
-            print(f"That is not one of {', '.join(lesson.choices)}." if lesson.choices else "That is not a number.")
+            print(words.no_letter.format(", ".join(lesson.choices)) if lesson.choices else words.no_number)
 
     def goes_on(self, lesson: Lesson, trace: Path) -> bool:
         """Whether the learner wants the next lesson."""
         while self._asks:
-            typed = input(_NEXT).strip().lower()
+            typed = input(_WORDS[lesson.lang].goes_on).strip().lower()
             if typed != "p":
                 return typed != "q"
             options = PictureOptions.of_flags(Path(f"{Path(lesson.name).stem}.svg"))
@@ -254,7 +304,8 @@ class _Teacher:
 
 
 def _verdict(lesson: Lesson, found: Any, predicted: Any) -> str:
-    says = f"The trace says: **{lesson.in_words(found)}**."
-    if predicted is None:
-        return f"{says}\n"
-    return f"{says} You predicted {'the same' if predicted == found else lesson.in_words(predicted)}.\n"
+    words = _WORDS[lesson.lang]
+    verdict = words.says.format(lesson.in_words(found))
+    if predicted is not None:
+        verdict += words.agrees if predicted == found else words.disagrees.format(lesson.in_words(predicted))
+    return f"{verdict}\n"
