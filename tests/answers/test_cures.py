@@ -136,7 +136,7 @@ def test_the_order_comes_before_a_larger_pool_that_gains_as_much_and_nothing_is_
     prompts = [own(n % 6, 64) + own(50 + n, 8) for n in range(48)]
     first = cures(subject(prompts, num_blocks=12, max_num_seqs=1))[0]
     assert (first.kind, first.flags) == ("order", ["--reorder", "prefix"])
-    assert first.text.startswith("With --reorder prefix hits rise from 0.0 % to ")
+    assert first.text.startswith("With --reorder prefix, hits rise from 0.0 % to ")
     in_order = subject(sorted(prompts), num_blocks=12, max_num_seqs=1)
     assert Trials(in_order).as_it_is.hit_rate == first.hit_rate_after, "as promised"
     assert cures(in_order) == []
@@ -197,7 +197,7 @@ def test_hits_after_a_change_of_the_prompts_are_those_of_the_changed_run():
     moved = subject([[*shared, n, n + 1, *own(n, 20)] for n in range(24)], num_blocks=400)
     assert found.hit_rate == 0.0
     assert found.hit_rate_after == pytest.approx(Trials(moved).as_it_is.hit_rate, abs=0.02)
-    assert "Moving the text there after the 100 shared tokens, within its message, raises hits" in found.text
+    assert "Moving the text there behind the 100 equal tokens after it, in the same message, raises hits" in found.text
     small = cures(replace(given, plan=subject(prompts, num_blocks=11, max_num_seqs=1).plan))
     assert all(each.hit_rate_after - each.hit_rate >= WORTH_SAYING for each in small), "as far as the pool has room"
 

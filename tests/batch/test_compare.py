@@ -197,8 +197,8 @@ def test_without_token_ids_texts_are_compared_and_the_command_says_so(tmp_path):
     [
         ("no json\n", "JSON is malformed"),
         ("5\n", "Expected `object`, got `int`"),
-        ('{"id": 1}\n', "it has no 'error'"),
-        ('{"id": 1, "error": null, "finish_reason": "stop"}\n', "it has no 'usage'"),
+        ('{"id": 1}\n', "the field 'error' is missing"),
+        ('{"id": 1, "error": null, "finish_reason": "stop"}\n', "the field 'usage' is missing"),
     ],
 )
 def test_what_is_no_output_is_refused_with_the_line_and_the_reason(outputs, tmp_path, content, why):

@@ -42,7 +42,7 @@ def test_the_first_line_is_the_answer_the_second_where_prompts_diverge_and_the_p
     assert re.match(
         r"(.* here: )?60 rows, 19,905 prompt tokens, 0\.0 % of them from the cache, 240 to generate", shown[0]
     )
-    cure = r"59 of 60 prompts diverge at tokens? .* Moving the time after the .* raises hits from 0.0 % to [89]\d\.\d"
+    cure = r"59 of 60 prompts diverge at tokens? .* Moving the time behind the .* raises hits from 0.0 % to [89]\d\.\d"
     assert re.match(cure, shown[1])
     assert len(shown) <= 30
     assert len(pagedcli("plan", path, "--no-calibrate", "--all").stdout.splitlines()) > 50
@@ -63,7 +63,7 @@ def test_all_commands_say_the_same_after_their_answer(tmp_path):
     flags = ("--max-tokens", "1", "--num-kvcache-blocks", "48", "--max-num-seqs", "2")
     said = pagedcli("generate", path, *flags, "--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl").stderr
     cure = said.splitlines()[-2]  # above the place of the rows
-    assert re.match(r"19 of 20 prompts diverge at token.*Moving the time after the ", cure)
+    assert re.match(r"19 of 20 prompts diverge at token.*Moving the time behind the ", cure)
     assert told_of_recording(trace)[0] == cure, "the application"
     for command in (("explain", trace), ("plan", path, "--no-calibrate", *flags)):
         assert pagedcli(*command).stdout.splitlines()[1] == cure
@@ -96,7 +96,7 @@ def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge
     clock_chats(path, 20)
     kept = ("--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl", "--no-enable-prefix-caching")
     said = pagedcli("generate", path, "--max-tokens", "1", *kept).stderr.splitlines()[-2]
-    assert re.match(r"19 of 20 prompts diverge at .*\. With --enable-prefix-caching, moving the time after the ", said)
+    assert re.match(r"19 of 20 prompts diverge at .*\. With --enable-prefix-caching, moving the time behind the ", said)
     assert told_of_recording(trace)[0] == said
     explained = pagedcli("explain", trace).stdout.splitlines()
     assert explained[0].startswith("Prefix caching was off: all of ")

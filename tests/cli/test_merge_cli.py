@@ -58,7 +58,7 @@ def test_a_compressed_output_holds_the_same_rows(made, shards, tmp_path):
 
 
 def test_a_missing_shard_is_named(shards, tmp_path):
-    assert "1 of 3 shards are missing: 2/3" in refused([shards[0], shards[2]], tmp_path / "out.jsonl")
+    assert "1 of 3 shards missing: 2/3" in refused([shards[0], shards[2]], tmp_path / "out.jsonl")
 
 
 def test_a_shard_without_its_record_says_how_to_get_one(shards, tmp_path):

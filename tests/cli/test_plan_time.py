@@ -100,7 +100,7 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
 def test_a_dry_run_never_calibrates(many, tmp_path, monkeypatch):
     monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
     result = pagedcli("generate", many, "--dry-run")
-    assert ". No time: " in result.stdout.splitlines()[0]
+    assert ". Time unknown: " in result.stdout.splitlines()[0]
     assert not (tmp_path / "times").exists()
 
 

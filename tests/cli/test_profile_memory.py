@@ -150,7 +150,7 @@ def test_a_model_too_large_is_refused_before_it_is_loaded(large):
         LLMEngine(EngineConfig(model=str(large), device="cpu"))
     (large / "rows.jsonl").write_text('{"prompt": [1, 2, 3]}')
     plan = CliRunner().invoke(app, ["plan", "-m", str(large), "--device", "cpu", str(large / "rows.jsonl")])
-    assert re.search(r"num_kvcache_blocks = 0: 4\.\d\d TiB are missing", plan.stdout)
+    assert re.search(r"num_kvcache_blocks = 0: 4\.\d\d TiB short", plan.stdout)
 
 
 def test_a_folder_without_weights_is_predicted_for_this_machine(qwen3):

@@ -96,7 +96,7 @@ def test_explain_totals_reasons_and_the_longest_prefix(trace):
     out = pagedcli("explain", trace, "--all").stdout
     assert "ceiling: an unlimited cache" in out
     assert "minimum cacheable prefix: 2 tokens (one block)" in out
-    assert "longest shared prefix seen: " in out
+    assert "longest shared prefix: " in out
     document = json.loads(pagedcli("explain", trace, "--lookups", "--format", "json").stdout)
     parts = {row["part"]: row["tokens"] for row in document["totals"]}
     whole = parts.pop("num_tokens")

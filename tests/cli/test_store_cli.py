@@ -37,7 +37,7 @@ def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
     folder, (first, second) = runs
     assert "0 blocks read (0 B)" in first.stderr
     assert "10 blocks read" in second.stderr
-    assert "  from disk    160 prompt tokens, from the prefix store" in second.stderr
+    assert "  from disk    160 prompt tokens" in second.stderr
     found, ceilings = (
         [float(re.search(name, each.stderr)[1]) for each in (first, second)]
         for name in (r"\((\d+) % from the cache", r"ceiling (\S+) %")
@@ -151,7 +151,7 @@ def test_it_is_listed_checked_and_trimmed(runs, tmp_path):
     shutil.copytree(runs[0] / "store", store)
     [settings] = json.loads(pagedcli("store", store, "--format", "json").stdout)["settings"]
     assert (settings["num_files"], settings["differs"]) == (1, "")
-    assert pagedcli("store", store, "--check").stdout == "1 file as written, 0 not\n"
+    assert pagedcli("store", store, "--check").stdout == "1 file intact, 0 damaged\n"
     [file] = store.iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -116,7 +116,7 @@ def test_where_prompts_diverge_comes_after_the_answer(tmp_path):
     first, second = pagedcli("simulate", write(tmp_path / "clock.jsonl", rows)).stdout.splitlines()[:2]
     assert "of the prompt tokens" in first
     assert "prompts diverge at token" in second
-    assert "moving the time after the " in second.lower()
+    assert "moving the time behind the " in second.lower()
 
 
 def test_the_hit_rate_is_drawn_over_the_size_of_the_pool_for_readers_only(trace):

@@ -158,7 +158,7 @@ def test_shared_prefixes_are_counted_to_the_token(block_size, num_shared):
     assert sim.stats.num_ideal == 5 * (num_shared // block_size * block_size)
     assert sim.stats.num_partial_tokens == 5 * (num_shared % block_size)
     assert found.lost() == (
-        [(5 * (num_shared % block_size), "shared, but less than a block")]
+        [(5 * (num_shared % block_size), "shared in partial blocks")]
         * (num_shared % 16 > 0 or num_shared % block_size > 0)
     )
 
@@ -233,7 +233,7 @@ def test_ceiling_of_the_counters_on_random_prompts(seed):
     sim, found = simulation(prompts, num_blocks=300, max_num_seqs=1)
     facts = sim.stats
     assert facts.num_ideal == facts.num_cached_tokens  # nothing is evicted, none overlap
-    assert found.lost() == [(facts.num_partial_tokens, "shared, but less than a block")]
+    assert found.lost() == [(facts.num_partial_tokens, "shared in partial blocks")]
 
 
 def test_waste_is_the_mean_of_what_the_tables_of_the_steps_show():
@@ -304,7 +304,7 @@ def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
     mean, peak = 100 * sum(shares) / len(shares), 100 * max(shares)
     assert f"{mean:.1f} % of the slots in use held no token (mean of the steps; peak {peak:.1f} %)" in found["waste"]
     assert "longest shared 28 tokens" in found["prefixes"]
-    assert "longest shared prefix seen: 28 tokens" in pagedcli("explain", tmp_path / "run.jsonl").stdout
+    assert "longest shared prefix: 28 tokens" in pagedcli("explain", tmp_path / "run.jsonl").stdout
     assert "longest shared prefix: 28 tokens" in pagedcli("plan", prompts, "--all", *flags).stdout
 
 

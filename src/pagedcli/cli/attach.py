@@ -82,11 +82,7 @@ def attach(
     check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with interrupts_raised(), ExitStack() as stack:
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
-        scraper = None
-        if metrics is not None:
-            from pagedcli.kvevents.scrape import Scraper
-
-            scraper = stack.enter_context(Scraper(metrics))
+        scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None
         if record is not None:
             writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
@@ -98,6 +94,12 @@ def attach(
     _summarize(session.state, scraper, decode, format_)
     if record is not None:
         say(f"recording: {record}; view it with: pagedcli trace {record}")
+
+
+def _scraper(stack: ExitStack, url: str) -> "Scraper":
+    from pagedcli.kvevents.scrape import Scraper
+
+    return stack.enter_context(Scraper(url))
 
 
 def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None, format_: Format) -> None:

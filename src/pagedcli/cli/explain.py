@@ -75,9 +75,16 @@ def explain(
             raise UsageError("--block cannot be combined with --request, --lookups or --all")
         print_block(trace, block, None, tokenizer, format_)
         return
+    _print_lookups(trace, request, tokenizer, format_, lookups=lookups, in_full=all_)
+
+
+def _print_lookups(
+    trace: Path, request: str | None, tokenizer: str | None, format_: Format, *, lookups: bool, in_full: bool
+) -> None:
+    """Print why the lookups of a run, or of one request, ended where they did."""
     reader = TraceReader(trace)
     named = None if request is None else find_request(TraceReader(trace), request, str(trace))
-    is_run, is_short = request is None and not lookups, format_ is Format.TABLE and not all_
+    is_run, is_short = request is None and not lookups, format_ is Format.TABLE and not in_full
     requests = RecordedRequests() if is_run and format_ is not Format.CSV else None
     explainer, state = explain_trace(reader, *([] if requests is None else [requests]))
     say_notes(reader.notes)

@@ -33,7 +33,7 @@ COMMANDS = {
     "merge": ("Run", "Merge the outputs of all shards of a run."),
     "trace": ("Look inside", "Watch the KV cache of a run, live or recorded."),
     "explain": ("Look inside", "Explain why prefixes of a run were found or missed."),
-    "diff": ("Look inside", "Explain what changed between two runs, and how much each change matters."),
+    "diff": ("Look inside", "Explain what changed between two runs, and its effect."),
     "plan": ("Predict", "Predict how long a file takes and what its KV cache does."),
     "profile-memory": ("Predict", "Show where memory goes and how many KV blocks fit."),
     "simulate": ("Predict", "Simulate the KV cache on a trace, at many pool sizes."),

@@ -133,10 +133,9 @@ def check_store(config: EngineConfig, unequal: Why | None) -> None:
 def why_no_drafts(config: EngineConfig, unequal: Why | None, *, runs_ahead: bool) -> str | None:
     """Why the speculation that is configured is off; None: it is on, or not configured. Where bits depend on the rest
     of a step, a draft could change the tokens."""
-    ahead = "async_scheduling launches a step before the tokens of the last one are known"
     rows = [
         (unequal is not None, (unequal or ("",))[0], None),
-        (runs_ahead, ahead, None),
+        (runs_ahead, "async_scheduling launches a step before the tokens of the last one are known", None),
         (config.tensor_parallel_size > 1, "tensor_parallel_size is more than 1", None),
     ]
     why = None if config.speculation == "off" else _first(rows)

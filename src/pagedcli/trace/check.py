@@ -13,11 +13,10 @@ from msgspec import UNSET, UnsetType
 import pagedcli.events as ev
 from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
 from pagedcli.errors import TraceError
-from pagedcli.trace.draft_laws import DraftLaws
 from pagedcli.trace.fold import EventSource, Fold
 from pagedcli.trace.laws import LawBook, Laws, PoolLaws, refuse, tables_of
 from pagedcli.trace.seq_state import SeqState
-from pagedcli.trace.slot_laws import SlotLaws
+from pagedcli.trace.slot_laws import DraftLaws, SlotLaws
 from pagedcli.trace.state import PoolState
 
 UNCHECKED = "which blocks {} chose to evict was not checked: every choice among the free cached ones is lawful"

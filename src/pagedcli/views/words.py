@@ -104,8 +104,8 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.RequestPreempted():
             return (
                 f"preempt {seq}: {plural(event.num_tokens_dropped, 'token')} dropped, "
-                f"{plural(event.num_blocks_freed, 'block')} freed, for {seq_name(state, event.for_seq_id)}, "
-                f"which needed {plural(event.num_blocks_needed, 'block')}"
+                f"{plural(event.num_blocks_freed, 'block')} freed, for {seq_name(state, event.for_seq_id)} "
+                f"which needed {event.num_blocks_needed}"
             )
         case ev.PrefixLookedUp():
             if event.reason == "continued":
