@@ -117,7 +117,7 @@ def families(scale: Scale, rows: Rows) -> Result:
 
 
 def hybrids(scale: Scale, rows: Rows) -> Result:
-    """The same of families with recurrent state, twice, the second time from checkpoints. A dry run leaves their
+    """The same of families with recurrent state, twice, the second time from snapshots. A dry run leaves their
     kernels out: the interpreter runs them in the tests of layers."""
     return check_families(scale, rows, HYBRIDS if scale.on_gpu else {"lfm2": {}}, checkpoints="end", repeats=2)
 

@@ -97,7 +97,7 @@ QUESTIONS = (
     Question("Which request evicted my prefix?", "explain run.jsonl --request 12"),
     Question("A picture of the block tables for my slides?", "trace run.jsonl --step 10 --picture pool.svg"),
     Question(
-        "What does my hybrid model lose at checkpoints?",
+        "What does my hybrid model lose at snapshots?",
         "explain hybrid.jsonl",
         remark="A run of a model with recurrent state, here simulated with `--num-state-slots`.",
     ),

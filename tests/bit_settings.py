@@ -1,7 +1,7 @@
 """Settings under which the tests marked `bits` run once more: PAGEDCLI_SETTING=NAME, all of them by `make test-matrix`.
 
 A setting changes every engine that a test makes, and nothing else: what it serves stays that of the test, and its pool
-keeps its size in tokens. An engine that refuses the setting runs without it, with a warning that says why; checkpoints
+keeps its size in tokens. An engine that refuses the setting runs without it, with a warning that says why; snapshots
 are for models with recurrent state, and the tests of others are skipped. Tests run on one thread anyway.
 """
 

@@ -29,7 +29,9 @@ STALLED = (".status", ".waiting_reason")
 
 
 def unpacked(path: Path) -> str:
-    return zstd.decompress(path.read_bytes()).decode()
+    text = zstd.decompress(path.read_bytes()).decode()
+    # snapshots of recurrent state had another name, which a reason to wait still has
+    return re.sub(r'(?<!"waiting_reason":")checkpoint', "snapshot", text)
 
 
 def differences(before, now, place="$"):

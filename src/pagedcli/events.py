@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "score", "abort", "error"]
 WaitingReason = Literal[
     "max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint", "min_prefill_tokens"
 ]
-CheckpointReason = Literal["branch", "interval", "end", "store"]  # see core.states; store: of an earlier run
+SnapshotReason = Literal["branch", "interval", "end", "store"]  # see core.states; store: of an earlier run
 
 # the words of each reason, next to its name; what needs numbers is made of them in views.words
 MISS_WORDS: dict[MissReason, str] = {
@@ -41,9 +41,9 @@ WAITING_WORDS: dict[str, str] = {  # WaitingReason -> words
     "preemption": "room for a preempting sequence",
     "min_prefill_tokens": "more prompts to start with",
     "state_slots": "slots of recurrent state",
-    "checkpoint": "checkpoint of a running sequence",
+    "checkpoint": "snapshot of a running sequence",
 }
-CHECKPOINT_WORDS: dict[CheckpointReason, str] = {
+SNAPSHOT_WORDS: dict[SnapshotReason, str] = {
     "branch": "waiting prompts that part there",
     "interval": "the interval of --checkpoints",
     "end": "the end of the prompt",
@@ -257,8 +257,8 @@ class CheckpointLookedUp(Event, frozen=True, gc=False):
 
     seq_id: int
     cached_tokens: int  # leading tokens of full blocks whose K and V are cached in all groups of layers
-    checkpoint_tokens: int  # tokens before the checkpoint that is used: the hit
-    slot_id: int | None  # slot of the checkpoint; None: there is none
+    checkpoint_tokens: int  # tokens before the snapshot that is used: the hit
+    slot_id: int | None  # slot of the snapshot; None: there is none
 
 
 class StateSlotTaken(Event, frozen=True, gc=False):
@@ -271,7 +271,7 @@ class StateSlotTaken(Event, frozen=True, gc=False):
 
 
 class StateSlotsReleased(Event, frozen=True, gc=False):
-    """A sequence released these slots in this order: ref_count - 1 each; at 0 a checkpoint became idle, any other slot
+    """A sequence released these slots in this order: ref_count - 1 each; at 0 a snapshot became idle, any other slot
     empty, in both cases as the last one."""
 
     seq_id: int
@@ -283,13 +283,13 @@ class CheckpointMade(Event, frozen=True, gc=False):
 
     seq_id: int
     slot_id: int
-    hash: int  # hash of the chain of blocks before the checkpoint
-    num_tokens: int  # tokens before the checkpoint, a multiple of the block size
-    reason: CheckpointReason
+    hash: int  # hash of the chain of blocks before the snapshot
+    num_tokens: int  # tokens before the snapshot, a multiple of the block size
+    reason: SnapshotReason
 
 
 class CheckpointDropped(Event, frozen=True, gc=False):
-    """A checkpoint was dropped, as no slot was empty. An idle slot became the last empty one; of a slot that a single
+    """A snapshot was dropped, as no slot was empty. An idle slot became the last empty one; of a slot that a single
     sequence held, that sequence continues in place."""
 
     slot_id: int
@@ -297,22 +297,22 @@ class CheckpointDropped(Event, frozen=True, gc=False):
 
 
 class CheckpointRestored(Event, frozen=True, gc=False):
-    """The first empty slot was filled with a checkpoint that was read from a store: idle, as the last one. It follows
+    """The first empty slot was filled with a snapshot that was read from a store: idle, as the last one. It follows
     the BlocksRestored of the same sequence, if any; the sequence is about to look its prefix up."""
 
     seq_id: int
     slot_id: int
-    hash: int  # hash of the chain of blocks before the checkpoint
-    num_tokens: int  # tokens before the checkpoint, a multiple of the block size
+    hash: int  # hash of the chain of blocks before the snapshot
+    num_tokens: int  # tokens before the snapshot, a multiple of the block size
 
     @property
-    def reason(self) -> CheckpointReason:
+    def reason(self) -> SnapshotReason:
         """Why there is one."""
         return "store"
 
 
 class StatesRecovered(Event, frozen=True, gc=False):
-    """A step failed (see StepFailed, which follows). No sequence holds a slot. The checkpoints known to be written are
+    """A step failed (see StepFailed, which follows). No sequence holds a slot. The snapshots known to be written are
     idle, all other slots empty, sorted by id."""
 
     idle_slot_ids: tuple[int, ...]  # first released first

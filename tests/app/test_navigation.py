@@ -164,7 +164,7 @@ def test_slots_of_recurrent_state_have_a_page():
         await settle(pilot)
         shown = await press(pilot, "down")
         assert "4 state slots of" in shown
-        assert "checkpoint, the state after 16 tokens" in shown
+        assert "snapshot, the state after 16 tokens" in shown
 
     drive(app, script)
 

@@ -100,7 +100,7 @@ def test_grouped_experts_in_graphs_give_the_tokens_of_the_reference(tmp_path, gp
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])
 def test_layers_with_a_state_in_graphs_give_the_tokens_of_the_reference(family, tmp_path, gpu):
-    """With padded rows, chunks, and a checkpoint that a later prompt continues from."""
+    """With padded rows, chunks, and a snapshot that a later prompt continues from."""
     sizes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]} if "qwen" in family else {}
     path, shared = tiny_model(family, tmp_path / "model", **sizes), list(range(5, 25))
     prompts = [shared, [*shared, 9, 9, 8, 9], [7, 8]]

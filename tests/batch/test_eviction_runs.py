@@ -55,7 +55,7 @@ def test_the_read_ahead_bounds_the_queue(tokens, most_rows):
     assert max(waiting) >= most_rows - 8
 
 
-def test_checkpoints_are_made_where_prompts_far_apart_in_the_file_branch(tmp_path_factory):
+def test_snapshots_are_made_where_prompts_far_apart_in_the_file_branch(tmp_path_factory):
     """Six beginnings of 24 tokens in turns, each twice: a queue of four rows never shows two of one kind. The first two
     rows start before more are read."""
     path = cached_model("qwen3_5", tmp_path_factory)

@@ -74,7 +74,7 @@ def test_the_index_names_all_lessons(lang):
     assert (renew.LEARN[lang] / "README.md").read_text(encoding="utf-8") == renew.index(lang)
 
 
-def test_checkpoints_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
+def test_snapshots_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     lesson = LESSONS[6]
     changed = lesson.run.replace("--checkpoints end", "--checkpoints 16")
     assert changed != lesson.run

@@ -8,10 +8,10 @@ from scripted import Simulation
 from test_core import same_pool, stop_after
 from trace_harness import EventList
 
-from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.drafts import MOST_DECODES, STEPS_UNTIL_NEW_COUNT, Drafting, NgramDrafter, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.sequence import Draft, Sequence
+from pagedcli.core.snapshots import HeldSlots
 from pagedcli.events import BlockEvicted, BlocksFilled, DraftChecked, RequestPreempted, TokensDrafted
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker

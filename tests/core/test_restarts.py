@@ -157,4 +157,4 @@ def test_a_state_is_read_with_the_blocks_before_it(tmp_path, num_spans):
     [output] = run(sim, prompt)
     assert (output.num_disk_tokens, sim.stats.num_computed_tokens) == (2 * num_spans, 1)
     facts = sim.cache.store.facts
-    assert (facts.num_read_blocks, facts.num_read_states, sim.stats.num_checkpoint_hits) == (num_spans, 1, 1)
+    assert (facts.num_read_blocks, facts.num_read_states, sim.stats.num_snapshot_hits) == (num_spans, 1, 1)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.limits import Limits
 from pagedcli.core.sampling_input import SamplingInput, uniform
 from pagedcli.core.sequence import Draft, Sequence
+from pagedcli.core.snapshots import HeldSlots
 from pagedcli.core.step_input import StepBuilder, _input_ids, known_ids, prompt_rows
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.sampling_params import SamplingParams

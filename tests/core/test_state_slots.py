@@ -1,4 +1,4 @@
-"""Slots of recurrent state and their checkpoints, over a scripted executor whose states are the tokens that they have
+"""Slots of recurrent state and their snapshots, over a scripted executor whose states are the tokens that they have
 seen: whatever the pools, the limits, the policy, forks, aborts and steps that raise, each state is the right one."""
 
 import random
@@ -16,8 +16,8 @@ from trace_harness import EventList
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache import make_cache
-from pagedcli.core.checkpoints import CheckpointPlan, CheckpointPolicy
 from pagedcli.core.limits import Limits
+from pagedcli.core.snapshots import SnapshotPlan, SnapshotPolicy
 from pagedcli.errors import ConfigError, RequestError
 from pagedcli.events import CheckpointDropped, CheckpointLookedUp, CheckpointMade, DraftChecked, RequestWaiting
 from pagedcli.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def same_slots(sim, state):
     manager, slots = sim.cache.states, state.slots
     assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
     hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
-    assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
+    assert [None if each is None else each.hash for each in slots.snapshots] == hashes
     assert list(slots.empty) == list(manager._empty)
     assert list(slots.idle) == list(manager._idle)
     assert slots.index == manager._index
@@ -114,7 +114,7 @@ def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
 
 
 @pytest.mark.parametrize("shift", [0, 100])
-def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
+def test_with_a_snapshot_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
     sim, least = run_case("branches", shift=shift)
     assert sim.stats.num_computed_tokens == least
     assert sim.cache.states.num_made == 1
@@ -125,7 +125,7 @@ def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_o
     assert without.stats.num_computed_tokens == 64 * (1600 + shift)
 
 
-def test_one_slot_more_than_the_sequences_keeps_the_checkpoint():
+def test_one_slot_more_than_the_sequences_keeps_the_snapshot():
     sim, least = run_case("branches", shift=0, num_prompts=6, num_slots=7)
     assert sim.stats.num_computed_tokens == least
 
@@ -150,7 +150,7 @@ def test_branches_are_found_at_each_depth_and_none_where_nobody_waits():
     assert alone.cache.states.num_made == 0  # nobody else will read one
 
 
-def test_the_checkpoint_vetoes_blocks_that_attention_has():
+def test_the_snapshot_vetoes_blocks_that_attention_has():
     events = []
     sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=64, num_state_slots=4, checkpoints="8")
     sim.add([1] * 15 + [2], 1)
@@ -186,7 +186,7 @@ def test_of_samples_that_share_a_state_the_last_one_needs_no_other_slot():
     assert sim.stats.num_preemptions == 0
 
 
-def test_a_preempted_sequence_restarts_from_its_last_checkpoint():
+def test_a_preempted_sequence_restarts_from_its_last_snapshot():
     sim = Simulation(64, 2, num_state_slots=6, checkpoints="4", max_num_batched_tokens=64)
     seq = sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
     sim.step()
@@ -376,7 +376,7 @@ TestSlots = SlotMachine.TestCase
 TestSlots.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_checkpoints_that_are_made_dropped_and_read_are_counted():
+def test_snapshots_that_are_made_dropped_and_read_are_counted():
     events = []
     sim = Simulation(200, 4, emit=events.append, num_state_slots=4, checkpoints="4", max_num_seqs=2)
     for number in range(8):
@@ -387,9 +387,9 @@ def test_checkpoints_that_are_made_dropped_and_read_are_counted():
         for kind in (CheckpointMade, CheckpointDropped, CheckpointLookedUp)
     )
     facts = sim.stats
-    assert facts.num_checkpoints == len(num_made) > 5
-    assert facts.num_dropped_checkpoints == len(num_dropped) > 2
-    assert facts.num_checkpoint_hits == sum(event.checkpoint_tokens > 0 for event in lookups) > 0
+    assert facts.num_snapshots == len(num_made) > 5
+    assert facts.num_dropped_snapshots == len(num_dropped) > 2
+    assert facts.num_snapshot_hits == sum(event.checkpoint_tokens > 0 for event in lookups) > 0
 
 
 def prompt(letters, seq_id=0, *, num_context=None, num_groups=1):
@@ -402,7 +402,7 @@ def prompt(letters, seq_id=0, *, num_context=None, num_groups=1):
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_prompts_branch_where_those_that_wait_leave_them(num_groups):
-    plan = CheckpointPlan(CheckpointPolicy.named("branches"), 2, num_groups)
+    plan = SnapshotPlan(SnapshotPolicy.named("branches"), 2, num_groups)
     first, *others = (
         prompt(letters, seq_id, num_groups=num_groups) for seq_id, letters in enumerate(("ABC", "ABD", "AE"))
     )
@@ -434,8 +434,8 @@ def test_prompts_branch_where_those_that_wait_leave_them(num_groups):
     assert plan.stops(first, 0) == [3]  # all of its blocks
 
 
-def test_checkpoints_at_the_end_and_at_intervals_are_before_the_last_token():
-    end, every = (CheckpointPlan(CheckpointPolicy.named(name), 2, 1) for name in ("end", "3"))
+def test_snapshots_at_the_end_and_at_intervals_are_before_the_last_token():
+    end, every = (SnapshotPlan(SnapshotPolicy.named(name), 2, 1) for name in ("end", "3"))
     seq, context = prompt("ABCDE"), prompt("ABCDE", num_context=7)
     assert [end.stops(seq, first) for first in (0, 4, 5)] == [[5], [5], []]
     assert [every.stops(seq, first) for first in (0, 1, 3, 4)] == [
@@ -449,5 +449,5 @@ def test_checkpoints_at_the_end_and_at_intervals_are_before_the_last_token():
     assert [end.last_readable(each) for each in (seq, context, prompt("", num_context=3))] == [5, 3, 1]
     seq.token_ids.pop()
     assert end.last_readable(seq) == 4  # the last token is computed
-    policies = [CheckpointPolicy.named(name) for name in ("branches", "end", "3")]
+    policies = [SnapshotPolicy.named(name) for name in ("branches", "end", "3")]
     assert [each.reason for each in policies] == ["branch", "end", "interval"]

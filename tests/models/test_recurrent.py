@@ -1,4 +1,4 @@
-"""Families with recurrent layers give the logits of transformers, whatever the chunks, from whatever checkpoints."""
+"""Families with recurrent layers give the logits of transformers, whatever the chunks, from whatever snapshots."""
 
 import json
 

@@ -51,7 +51,7 @@ def test_tokens_equal_transformers_in_a_small_pool_with_few_slots(family):
     assert by_default(engine.stats.num_preemptions > 0)
 
 
-def test_tokens_equal_transformers_whatever_cache_chunk_and_checkpoints(family):
+def test_tokens_equal_transformers_whatever_cache_chunk_and_snapshots(family):
     path, expected = family
     for variant in EASY:
         assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected, variant
@@ -71,7 +71,7 @@ def path(tmp_path_factory):
     return cached_model("qwen3_5", tmp_path_factory)
 
 
-def test_a_second_run_finds_checkpoints_and_gives_the_same_tokens(path):
+def test_a_second_run_finds_snapshots_and_gives_the_same_tokens(path):
     engine = make_engine(path, block_size=4, checkpoints="end", max_model_len=96)
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 8]
     first = run(engine, prompts, GREEDY)
@@ -117,7 +117,7 @@ def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_cro
     assert by_default(wide.stats.num_cached_tokens > 0)
 
 
-def test_beams_do_not_depend_on_slots_and_checkpoints(path):
+def test_beams_do_not_depend_on_slots_and_snapshots(path):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, beam_width=3)
     wide = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, params)
     tight = {"num_kvcache_blocks": 45, "num_state_slots": 8, "chunked_prefill_size": 7, "checkpoints": "end"}

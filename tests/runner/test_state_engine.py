@@ -1,4 +1,4 @@
-"""A tiny model with recurrent layers in the engine: pools, slots, chunks, checkpoints and company never change a token,
+"""A tiny model with recurrent layers in the engine: pools, slots, chunks, snapshots and company never change a token,
 and prompts that branch compute what they share once."""
 
 import pytest
@@ -38,7 +38,7 @@ def expected(path):
         {"num_kvcache_blocks": 200, "checkpoints": "end", "max_num_seqs": 1, "num_state_slots": 2},
     ],
 )
-def test_pools_slots_chunks_and_checkpoints_never_change_the_tokens(path, expected, config):
+def test_pools_slots_chunks_and_snapshots_never_change_the_tokens(path, expected, config):
     checker = TraceChecker()
     engine = LLMEngine(
         EngineConfig(model=str(path), dtype="float32", device="cpu", **{"max_num_seqs": 16, **config}),
@@ -57,7 +57,7 @@ def test_samples_continue_from_the_state_of_their_prompt(path, expected):
     assert got == [[samples[0]] * 3 for samples in expected]
 
 
-def test_a_shared_beginning_is_computed_once_where_checkpoints_are_made_at_branches(path):
+def test_a_shared_beginning_is_computed_once_where_snapshots_are_made_at_branches(path):
     shared = [3 + i % 90 for i in range(50)]
     prompts = [[*shared, 10 + i, *range(5, 24)] for i in range(8)]
     computed = {}

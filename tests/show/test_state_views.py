@@ -1,4 +1,4 @@
-"""What the tables, the data, the pages and the stories of a run say about slots and checkpoints of recurrent state."""
+"""What the tables, the data, the pages and the stories of a run say about slots and snapshots of recurrent state."""
 
 import json
 import re
@@ -25,7 +25,7 @@ SHARED = [7] * 26
 
 
 def branching_events(num_prompts=2):
-    """Prompts that share 26 tokens, computed in chunks of 16 with a checkpoint at 16, in blocks of 4."""
+    """Prompts that share 26 tokens, computed in chunks of 16 with a snapshot at 16, in blocks of 4."""
     events = []
     sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=16, num_state_slots=4, checkpoints="16")
     for last in range(1, num_prompts + 1):
@@ -57,7 +57,7 @@ def test_slots_add_up_at_every_step_and_name_their_tokens(events):
         assert counts["in_use"] + counts["idle"] + counts["empty"] == counts["total"] == 4
         slots = list(state_slots(state))
         assert len(slots) == counts["in_use"] + counts["idle"]
-        assert sum(slot.kind == "checkpoint" for slot in slots) == counts["checkpoints"]
+        assert sum(slot.kind == "snapshot" for slot in slots) == counts["snapshots"]
         for slot in slots:
             assert slot.ref_count == len(slot.seq_ids)
             seen.add((slot.kind, slot.num_tokens, slot.reason))
@@ -65,15 +65,15 @@ def test_slots_add_up_at_every_step_and_name_their_tokens(events):
         held = state.slots.held[seq.seq_id]
         assert slots_of(state, seq).startswith(f"slot {held[-1]}")
         if len(held) == 2:
-            assert "continues from the checkpoint at 16 tokens" in slots_of(state, seq)
-    assert ("checkpoint", 16, "interval") in seen
+            assert "continues from the snapshot at 16 tokens" in slots_of(state, seq)
+    assert ("snapshot", 16, "interval") in seen
     assert {tokens for kind, tokens, _ in seen if kind == "state"} >= {30, 31, 32}
 
 
 def test_tables_json_and_figures_show_the_slots(events):
     *_, moment = moments(events)
     [table] = [table for table in step_tables(moment) if table.key == "state_slots"]
-    assert [row["kind"] for row in table.rows].count("idle checkpoint") == 1
+    assert [row["kind"] for row in table.rows].count("idle snapshot") == 1
     assert any(row["made"] == "step 0 by seq 0: the interval of --checkpoints" for row in table.rows)
     summary = moment.summary()["state_slots"]
     assert summary["total"] == 4
@@ -118,48 +118,48 @@ def is_of_slots(event):
     )
 
 
-def test_the_story_of_a_sequence_names_its_checkpoints(events):
+def test_the_story_of_a_sequence_names_its_snapshots(events):
     state = PoolState()
     for event in events:
         state.apply(event)
     first, second = ([words for _, words in sequence_story(seq_id, with_steps(events), state)] for seq_id in (0, 1))
-    assert any(words.startswith("checkpoint: the state after 16 tokens stays in slot ") for words in first), first
+    assert any(words.startswith("snapshot: the state after 16 tokens stays in slot ") for words in first), first
     assert any(
-        re.match(r"continue: from the checkpoint at 16 tokens in slot \d; K and V of 24 tokens are cached", words)
+        re.match(r"continue: from the snapshot at 16 tokens in slot \d; K and V of 24 tokens are cached", words)
         for words in second
     ), second
 
 
-def test_explain_counts_the_use_of_each_checkpoint():
+def test_explain_counts_the_use_of_each_snapshot():
     explainer, _ = explain_trace(EventList(branching_events(num_prompts=4)))
-    first, *others = explainer.checkpoints
+    first, *others = explainer.snapshots
     assert (first.seq_id, first.num_tokens, first.num_hits, first.tokens_hit) == (0, 16, 3, 48)
     assert all(use.num_hits == 0 for use in others)
 
 
-def test_a_checkpoint_that_made_room_is_known_as_dropped():
+def test_a_snapshot_that_made_room_is_known_as_dropped():
     events = []
     sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=16, num_state_slots=2, checkpoints="16")
     for token in (1, 2, 3):
         sim.add([token] * 30, 3)
         sim.run()
     explainer, _ = explain_trace(EventList(events))
-    assert [use.dropped_step is not None for use in explainer.checkpoints] == [True, True, False]
-    assert [use.seq_id for use in explainer.checkpoints] == [0, 1, 2]
+    assert [use.dropped_step is not None for use in explainer.snapshots] == [True, True, False]
+    assert [use.seq_id for use in explainer.snapshots] == [0, 1, 2]
 
 
-def test_commands_show_slots_and_checkpoints(events, tmp_path):
+def test_commands_show_slots_and_snapshots(events, tmp_path):
     trace = write(tmp_path / "run.jsonl", events)
     shown = pagedcli("explain", trace, "--all", columns=200).stdout
-    assert "Checkpoints of recurrent state: " in shown
+    assert "Snapshots of recurrent state: " in shown
     assert "the interval of --checkpoints" in shown
     shown = pagedcli("trace", trace, "--step", "3", columns=200).stdout
     assert "Slots of recurrent state" in shown
     assert "4 state slots of" in shown
     pagedcli("explain", trace, "-o", tmp_path / "run.html")
-    assert '"checkpoints":[[' in (tmp_path / "run.html").read_text()
+    assert '"snapshots":[[' in (tmp_path / "run.html").read_text()
     pagedcli("trace", trace, "--export", "perfetto", "-o", tmp_path / "run.json")
     counters = [each for each in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if each["ph"] == "C"]
-    assert {"in use", "idle checkpoints", "empty"} == set(
+    assert {"in use", "idle snapshots", "empty"} == set(
         next(each["args"] for each in counters if each["name"] == "state slots")
     )

@@ -1,6 +1,6 @@
 """To add a mechanism with recurrent state, touch its record, and its body in BODIES in models/recurrent_blocks.py.
 
-Slots, checkpoints, admission and memory follow from the record alone.
+Slots, snapshots, admission and memory follow from the record alone.
 """
 
 import json

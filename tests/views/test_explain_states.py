@@ -1,4 +1,4 @@
-"""What explain and simulate say about checkpoints of recurrent state."""
+"""What explain and simulate say about snapshots of recurrent state."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from pagedcli.views.explain import explain_trace
 
 
 def vetoed_events():
-    """Two prompts of 30 tokens that share 26; checkpoints after every 16 tokens, in blocks of 4."""
+    """Two prompts of 30 tokens that share 26; snapshots after every 16 tokens, in blocks of 4."""
     events = []
     sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=64, num_state_slots=4, checkpoints="16")
     for last in (1, 2):
@@ -35,31 +35,31 @@ def test_explain_counts_what_guesses_make_a_state_compute_once_more(tmp_path):
     assert "16 of 16 draft tokens accepted; 16 tokens computed once more for the recurrent state." in told
 
 
-def test_a_lookup_names_the_checkpoint_that_vetoed_cached_blocks():
+def test_a_lookup_names_the_snapshot_that_vetoed_cached_blocks():
     explainer, state = explain_trace(EventList(vetoed_events()))
     first, second = explainer.lookups
     assert first.reason == "no_shared_prefix"
-    assert second.reason == "no_checkpoint"
+    assert second.reason == "no_snapshot"
     assert second.why() == (
-        "24 tokens of K and V are cached, but a checkpoint of the state is needed: the last one is at 16"
+        "24 tokens of K and V are cached, but a snapshot of the state is needed: the last one is at 16"
     )
     totals = explainer.totals(own=False)
     assert (totals.hit, totals.vetoed, totals.evicted) == (16, 8, 0)
     assert totals.ideal == 24
-    checkpoint = state.slots.checkpoints[state.slots.index[next(iter(state.slots.index))]]
-    assert (checkpoint.num_tokens, checkpoint.seq_id, checkpoint.reason) == (16, 0, "interval")
+    snapshot = state.slots.snapshots[state.slots.index[next(iter(state.slots.index))]]
+    assert (snapshot.num_tokens, snapshot.seq_id, snapshot.reason) == (16, 0, "interval")
 
 
 def test_explain_shows_it(tmp_path):
     trace = write(tmp_path / "run.jsonl", vetoed_events())
-    assert "cached without a checkpoint of the recurrent state" in pagedcli("explain", trace).stdout.splitlines()[0]
+    assert "cached without a snapshot of the recurrent state" in pagedcli("explain", trace).stdout.splitlines()[0]
     result = pagedcli("explain", trace, "--all", columns=200)
-    assert "lost: no checkpoint of the recurrent state" in result.stdout
-    assert "but no checkpoint of the recurrent state" in result.stdout
+    assert "lost: no snapshot of the recurrent state" in result.stdout
+    assert "but no snapshot of the recurrent state" in result.stdout
     pagedcli("trace", trace, "--check")
 
 
-def test_simulate_tries_the_checkpoint_policies(tmp_path):
+def test_simulate_tries_the_snapshot_policies(tmp_path):
     rng = random.Random(0)
     shared = list(range(3, 73))
     prompts = tmp_path / "prompts.jsonl"

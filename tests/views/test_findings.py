@@ -18,12 +18,12 @@ from trace_harness import EventList, simulated
 import pagedcli as package
 from pagedcli.core.facts import RunFacts
 from pagedcli.events import (
-    CHECKPOINT_WORDS,
     MISS_WORDS,
+    SNAPSHOT_WORDS,
     WAITING_WORDS,
-    CheckpointReason,
     MissReason,
     PrefixLookedUp,
+    SnapshotReason,
     WaitingReason,
 )
 from pagedcli.sampling_params import SamplingParams
@@ -107,8 +107,8 @@ def test_the_runs_of_the_test_before_are_what_their_names_say():
     stats = {name: simulation(PROMPTS, **limits)[0].stats for name, limits in RUNS.items()}
     assert all(facts.num_preemptions for name, facts in stats.items() if "preempted" in name)
     assert stats["evicted"].num_evictions
-    assert stats["states"].num_checkpoint_hits
-    assert stats["states ahead"].num_dropped_checkpoints
+    assert stats["states"].num_snapshot_hits
+    assert stats["states ahead"].num_dropped_snapshots
     assert stats["states preempted"].peak_used_state_slots
     assert stats["one ahead"].num_preemptions
     assert stats["no room"].waiting_ns["max_num_seqs"]
@@ -313,6 +313,6 @@ def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
 
 def test_every_reason_to_wait_has_words():
     for words, reasons in (
-        (WAITING_WORDS, WaitingReason), (CHECKPOINT_WORDS, CheckpointReason), (MISS_WORDS, MissReason)
+        (WAITING_WORDS, WaitingReason), (SNAPSHOT_WORDS, SnapshotReason), (MISS_WORDS, MissReason)
     ):  # fmt: skip
         assert words.keys() == set(get_args(reasons))

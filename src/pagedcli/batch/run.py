@@ -86,7 +86,7 @@ class BatchResult:
 
 def read_ahead(limits: Limits, given: int | None) -> int:
     """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them, and
-    checkpoints are made where prompts that are known branch."""
+    snapshots are made where prompts that are known branch."""
     if given is not None:
         return given
     looks = sees_queue(limits.eviction) or (limits.has_states and limits.checkpoints == "branches")

@@ -190,11 +190,11 @@ def _slot_figures(facts: RunFacts) -> tuple[Figure, ...]:
         Figure("state_slots", "Slots of recurrent state.", "slots", facts.num_state_slots, "state_slots"),
         Figure("state_slots_peak", "Most slots in use in a step.", "slots", facts.peak_used_state_slots,
                "state_slots_peak"),
-        Figure("checkpoints", "Checkpoints made.", "checkpoints", facts.num_checkpoints, "checkpoints_total"),
-        Figure("checkpoints_dropped", "Checkpoints dropped for want of an empty slot.", "checkpoints",
-               facts.num_dropped_checkpoints, "checkpoints_dropped_total"),
-        Figure("checkpoint_hits", "Sequences that continued from a checkpoint.", "sequences",
-               facts.num_checkpoint_hits, "checkpoint_hits_total"),
+        Figure("snapshots", "Snapshots made.", "snapshots", facts.num_snapshots, "snapshots_total"),
+        Figure("snapshots_dropped", "Snapshots dropped for want of an empty slot.", "snapshots",
+               facts.num_dropped_snapshots, "snapshots_dropped_total"),
+        Figure("snapshot_hits", "Sequences that continued from a snapshot.", "sequences",
+               facts.num_snapshot_hits, "snapshot_hits_total"),
     )  # fmt: skip
 
 

@@ -26,11 +26,11 @@ from pagedcli.trace.files import TraceReader
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.explain import (
     REASON_WORDS,
-    CheckpointRow,
     ExplainedLookup,
     Explainer,
     Lookup,
     SaltRow,
+    SnapshotRow,
     Totals,
     explain_trace,
     hits_by_salt,
@@ -43,12 +43,12 @@ from pagedcli.views.words import accepted_words, again_words
 _REQUEST_HELP = "Show only the lookups of this request, by its id or row index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Show the history of block N instead: who held it, and what it contained."
 _PAGE_HELP = "Write an HTML page instead; --request opens that request in it."
-_ALL_HELP = "Show every table in full, also the outcomes of all tokens and lookups, checkpoints and salts."
+_ALL_HELP = "Show every table in full, also the outcomes of all tokens and lookups, snapshots and salts."
 _FORMAT_HELP = "Output format. csv has one table: the totals; with --lookups or --request, the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
 _LOST_MOST = "Lookups that lost most"
 _IN_SHORT = ("step", "label", "num_tokens", "tokens_hit", "lost_tokens", "why")  # columns without --all
-_MOST_CHECKPOINTS = 20
+_MOST_SNAPSHOTS = 20
 _MOST_TOLD = 4  # lookups of a request that are told in sentences
 _MOST_SALTS = 20
 
@@ -159,7 +159,7 @@ def why_in_words(explainer: Explainer, state: PoolState) -> str:
     lost = {
         f"{num_blocks} {were} too few ({{}} evicted before reuse)": first.evicted,
         "{} computed by two sequences at once": first.in_flight,
-        "{} cached without a checkpoint of the recurrent state": first.vetoed,
+        "{} cached without a snapshot of the recurrent state": first.vetoed,
     }
     why = [words.format(plural(count, "token")) for words, count in lost.items() if count]
     if first.caching_off:
@@ -228,7 +228,7 @@ def _totals_table(explainer: Explainer) -> Table:
         "hit": "hit",
         "disk_hit": "hit: read from the prefix store",
         "late_hit": "hit later: computed by another meanwhile",
-        "vetoed": "lost: no checkpoint of the recurrent state",
+        "vetoed": "lost: no snapshot of the recurrent state",
         "evicted": "lost: evicted before the lookup",
         "in_flight": "lost: in flight in another sequence",
         "first_seen": "seen for the first time",
@@ -289,18 +289,18 @@ def _reasons_table(explainer: Explainer) -> Table:
 def _tables_of_states_and_salts(explainer: Explainer) -> list[Table]:
     """The tables that only models with recurrent state and requests with a cache_salt have."""
     salts = hits_by_salt(explainer.lookups)
-    tables = [_checkpoints_table(explainer.checkpoints)] if explainer.checkpoints else []
+    tables = [_snapshots_table(explainer.snapshots)] if explainer.snapshots else []
     return [*tables, _salts_table(salts)] if salts else tables
 
 
-def _checkpoints_table(checkpoints: list[CheckpointRow]) -> Table:
-    """The checkpoints that most tokens were found by."""
-    used = sorted(checkpoints, key=lambda use: use.tokens_hit, reverse=True)
-    rows = [values_of(use, "json") for use in used[:_MOST_CHECKPOINTS]]
-    unused = sum(not use.num_hits for use in checkpoints)
-    title = f"Checkpoints of recurrent state: {len(checkpoints):,}, of which {unused:,} were never used"
-    notes = [f"the {len(rows)} most used are shown"] if len(rows) < len(checkpoints) else []
-    return Table("checkpoints", title, chosen(CheckpointRow, "table"), rows, notes)
+def _snapshots_table(snapshots: list[SnapshotRow]) -> Table:
+    """The snapshots that most tokens were found by."""
+    used = sorted(snapshots, key=lambda use: use.tokens_hit, reverse=True)
+    rows = [values_of(use, "json") for use in used[:_MOST_SNAPSHOTS]]
+    unused = sum(not use.num_hits for use in snapshots)
+    title = f"Snapshots of recurrent state: {len(snapshots):,}, of which {unused:,} were never used"
+    notes = [f"the {len(rows)} most used are shown"] if len(rows) < len(snapshots) else []
+    return Table("snapshots", title, chosen(SnapshotRow, "table"), rows, notes)
 
 
 def _salts_table(salts: list[SaltRow]) -> Table:

@@ -11,9 +11,9 @@ from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
-from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
+from pagedcli.core.snapshots import SnapshotPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
 from pagedcli.printable import byte_text, cut_reason, duration_text, plural, printable, refused_text, seconds_text
@@ -56,7 +56,7 @@ def say_plan(plan: "Plan", config: EngineConfig) -> None:
     if limits.num_state_slots:
         say(
             f"recurrent state: {plural(limits.num_state_slots, 'slot')} of {byte_text(limits.state_bytes)},"
-            f" checkpoints: {CheckpointPolicy.named(limits.checkpoints).text}"
+            f" snapshots: {SnapshotPolicy.named(limits.checkpoints).text}"
         )
     if plan.no_drafts is not None:
         say(f"speculation: off, as {plan.no_drafts}")
@@ -151,8 +151,8 @@ def say_figures(stats: BatchStats, findings: "Findings") -> None:
         ("TPOT", _percentiles(stats.tpot)),
     ]
     if facts.num_state_slots:
-        made, dropped = plural(facts.num_checkpoints, "checkpoint"), facts.num_dropped_checkpoints
-        continued = plural(facts.num_checkpoint_hits, "sequence")
+        made, dropped = plural(facts.num_snapshots, "snapshot"), facts.num_dropped_snapshots
+        continued = plural(facts.num_snapshot_hits, "sequence")
         slots = f"{facts.peak_used_state_slots:,} of {facts.num_state_slots:,} at the peak"
         lines.append(("state slots", f"{slots}; {made} made, {dropped:,} dropped, {continued} continued from one"))
     for label, text in [*lines, *finding_lines(findings)]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.checkpoints import StateUser
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefix_lookup import PrefixHit
+from pagedcli.core.snapshots import StateUser
 from pagedcli.core.states import StatePool
 from pagedcli.events import Emit
 
@@ -40,7 +40,7 @@ class Cache:
         return found if found.num_spans == hit.num_spans else replace(found, vetoed_by="state")
 
     def next_chunk(self, seq: StateUser, num_computed: int, num_new_tokens: int) -> int:
-        """How many of the next tokens to compute in one step, so that it ends where a checkpoint is to be made."""
+        """How many of the next tokens to compute in one step, so that it ends where a snapshot is to be made."""
         if self.states is None:
             return num_new_tokens
         if self.blocks.enable_prefix_caching:

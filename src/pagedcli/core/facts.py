@@ -50,12 +50,12 @@ class RunFacts:
     waste_sum: float = 0.0  # sum over the steps of the share of slots in use that hold no token
     num_waste_steps: int = 0  # steps in which blocks were in use
     peak_waste: float | None = None
-    # slots of recurrent state, and checkpoints in them
+    # slots of recurrent state, and snapshots in them
     num_state_slots: int = 0
     peak_used_state_slots: int = 0  # held by sequences, as the forward pass of a step sees them
-    num_checkpoints: int = 0  # made
-    num_dropped_checkpoints: int = 0  # dropped because no slot was empty
-    num_checkpoint_hits: int = 0  # sequences that continued from one
+    num_snapshots: int = 0  # made
+    num_dropped_snapshots: int = 0  # dropped because no slot was empty
+    num_snapshot_hits: int = 0  # sequences that continued from one
     # time, without that of observers; summed over sequences where they run or wait
     schedule_ns: int = 0
     forward_ns: int = 0

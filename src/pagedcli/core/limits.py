@@ -35,7 +35,7 @@ class Limits:
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # layers that share the pool, see core.groups
     num_state_slots: int | None = None  # recurrent state, see core.states; None: there are none, or not known
     state_bytes: int = 0  # bytes per slot, over all layers with a state
-    checkpoints: str = "branches"  # policy for checkpoints of state, see core.checkpoints
+    checkpoints: str = "branches"  # policy for snapshots of state, see core.snapshots
     vocab_size: int | None = None
     enable_prefix_caching: bool = True
     eviction: Eviction = "lru"

@@ -6,9 +6,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, Self
 
-from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scoring import Targets
+from pagedcli.core.snapshots import HeldSlots
 from pagedcli.events import DraftSource, FinishReason
 from pagedcli.sampling_params import SamplingParams
 
@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def num_behind_tokens(self) -> int:
-        """The last computed tokens, which the next step computes once more: see core.checkpoints.HeldSlots."""
+        """The last computed tokens, which the next step computes once more: see core.snapshots.HeldSlots."""
         return 0 if self.state is None else self.state.num_behind
 
     @property

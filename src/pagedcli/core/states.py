@@ -4,7 +4,7 @@ Used by core.cache; needs neither torch nor the engine. A layer with recurrent s
 a state of fixed size, which each step replaces. A *slot* holds that of one sequence, over all such layers.
 
 A step reads one slot of a sequence and writes one; usually they are the same. A slot that others may still read is
-never written: one with a *checkpoint*, the state after a whole number of blocks, or one that a fork shares. The
+never written: one with a *snapshot*, the state after a whole number of blocks, or one that a fork shares. The
 sequence then takes a fresh slot, reads the old one and writes the new one in the same step, so nothing is copied:
 
     step                 1        2          3          4
@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pagedcli.events as ev
-from pagedcli.core.checkpoints import CheckpointPlan, CheckpointPolicy, HeldSlots, StateUser
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.prefixes import Prefix
+from pagedcli.core.snapshots import HeldSlots, SnapshotPlan, SnapshotPolicy, StateUser
 
 if TYPE_CHECKING:
     from pagedcli.core.store import PrefixStore
@@ -45,30 +45,30 @@ class StateSlot:
 
     slot_id: int
     ref_count: int = 0  # sequences that hold it
-    prefix: Prefix | None = None  # tokens before a checkpoint; None: there is none
+    prefix: Prefix | None = None  # tokens before a snapshot; None: there is none
 
 
 class StatePool:
-    """Owns all slots and the map from prefix to checkpoint.
+    """Owns all slots and the map from prefix to snapshot.
 
-    A slot is *empty* (held by no sequence, no checkpoint), *idle* (a checkpoint that no sequence holds) or held. A
-    fresh slot is the empty one that was released first; without any, the idle checkpoint that was released first is
+    A slot is *empty* (held by no sequence, no snapshot), *idle* (a snapshot that no sequence holds) or held. A
+    fresh slot is the empty one that was released first; without any, the idle snapshot that was released first is
     dropped, those that no known request will read before the others. A step asks can_grow before it calls grow.
     """
 
     def __init__(self, limits: Limits, num_groups: int, emit: ev.Emit | None) -> None:
         assert limits.num_state_slots, "a model with recurrent state has slots"
-        policy = CheckpointPolicy.named(limits.checkpoints if limits.enable_prefix_caching else "none")
-        self.plan = CheckpointPlan(policy, limits.block_size, num_groups)
+        policy = SnapshotPolicy.named(limits.checkpoints if limits.enable_prefix_caching else "none")
+        self.plan = SnapshotPlan(policy, limits.block_size, num_groups)
         self.slots = [StateSlot(slot_id) for slot_id in range(limits.num_state_slots)]
-        self.num_made = self.num_dropped = self.num_read = 0  # checkpoints
+        self.num_made = self.num_dropped = self.num_read = 0  # snapshots
         self._empty = deque(range(limits.num_state_slots))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._index: dict[int, int] = {}  # hash of a checkpoint's prefix -> slot
-        # checkpoints made in this step, which no sequence of it may read, and in unread steps: perhaps not written yet
+        self._index: dict[int, int] = {}  # hash of a snapshot's prefix -> slot
+        # snapshots made in this step, which no sequence of it may read, and in unread steps: perhaps not written yet
         self._made_now: list[int] = []
         self._made_before: list[int] = []
-        self._kept: list[tuple[StateUser, int]] = []  # sequences whose step of now makes a checkpoint, after which span
+        self._kept: list[tuple[StateUser, int]] = []  # sequences whose step of now makes a snapshot, after which span
         self._moved: list[StateUser] = []  # their last steps read another slot than they write
         self._block_size = limits.block_size
         self._emit = emit
@@ -107,7 +107,7 @@ class StatePool:
         return self.num_available > 0 or (is_last and self.can_grow([parent]))
 
     def next_stop(self, seq: StateUser, num_computed: int, num_new_tokens: int) -> int:
-        """How many of the next tokens to compute in one step: all, or those up to the first checkpoint to make."""
+        """How many of the next tokens to compute in one step: all, or those up to the first snapshot to make."""
         size = self._block_size
         if self.plan.policy.kind == "none":
             return num_new_tokens
@@ -173,7 +173,7 @@ class StatePool:
         return True
 
     def offer(self, seq: StateUser, hit: PrefixHit, store: "PrefixStore") -> None:
-        """A sequence has started after its hit: the checkpoint that it found is for the store, too."""
+        """A sequence has started after its hit: the snapshot that it found is for the store, too."""
         slot_id = self._find(self.plan.prefix(seq, hit.num_spans)) if hit.num_spans else None
         if slot_id is not None:
             prefix = self.slots[slot_id].prefix
@@ -212,7 +212,7 @@ class StatePool:
     def _advance(self, seq: StateUser) -> None:
         """Choose the slots that the sequence's next step reads and writes.
 
-        If no slot is left but the sequence is the only one that holds its checkpoint, it drops that and continues in
+        If no slot is left but the sequence is the only one that holds its snapshot, it drops that and continues in
         place.
         """
         held = _held(seq)
@@ -229,7 +229,7 @@ class StatePool:
             self._emit(ev.StateSlotTaken(seq.seq_id, held.write))
 
     def _keep(self, seq: StateUser, prefix: Prefix, num_tokens: int) -> None:
-        """Make a checkpoint of what the sequence's scheduled step writes, the state after its first num_tokens tokens,
+        """Make a snapshot of what the sequence's scheduled step writes, the state after its first num_tokens tokens,
         unless there is one."""
         slot_id = _held(seq).write
         assert slot_id is not None, "a scheduled sequence writes a slot"
@@ -322,10 +322,10 @@ class StatePool:
             self._emit(ev.StatesRecovered(tuple(kept)))
 
     def count(self, facts: RunFacts) -> None:
-        """Write the counts of slots and checkpoints into the facts of the run."""
+        """Write the counts of slots and snapshots into the facts of the run."""
         facts.peak_used_state_slots = max(facts.peak_used_state_slots, self.num_held)
-        facts.num_checkpoints, facts.num_dropped_checkpoints = self.num_made, self.num_dropped
-        facts.num_checkpoint_hits = self.num_read
+        facts.num_snapshots, facts.num_dropped_snapshots = self.num_made, self.num_dropped
+        facts.num_snapshot_hits = self.num_read
 
     # ------------------------------------------------------------------ one slot
 
@@ -356,7 +356,7 @@ class StatePool:
         return slot_id
 
     def _drop(self, slot: StateSlot) -> None:
-        """Drop a checkpoint, of an idle slot or of one that its only holder will write."""
+        """Drop a snapshot, of an idle slot or of one that its only holder will write."""
         block_hash = self._hash(slot.slot_id)
         del self._index[block_hash]
         slot.prefix = None
@@ -372,7 +372,7 @@ class StatePool:
 
     def _hash(self, slot_id: int) -> int:
         prefix = self.slots[slot_id].prefix
-        assert prefix is not None, "a checkpoint has a prefix"
+        assert prefix is not None, "a snapshot has a prefix"
         return prefix.hash
 
     # ------------------------------------------------------------------ invariants
@@ -383,15 +383,13 @@ class StatePool:
         assert len(empty) == len(self._empty), "a slot is empty twice"
         assert not empty & idle, f"slots both empty and idle: {sorted(empty & idle)}"
         for slot in self.slots:
-            name, has_checkpoint = f"slot {slot.slot_id}", slot.prefix is not None
+            name, has_snapshot = f"slot {slot.slot_id}", slot.prefix is not None
             assert slot.ref_count >= 0, f"{name}: ref_count {slot.ref_count}"
-            assert (slot.slot_id in idle) == (slot.ref_count == 0 and has_checkpoint), f"{name}: is it idle?"
-            assert (slot.slot_id in empty) == (slot.ref_count == 0 and not has_checkpoint), f"{name}: is it empty?"
+            assert (slot.slot_id in idle) == (slot.ref_count == 0 and has_snapshot), f"{name}: is it idle?"
+            assert (slot.slot_id in empty) == (slot.ref_count == 0 and not has_snapshot), f"{name}: is it empty?"
             found = self._index.get(slot.prefix.hash) if slot.prefix is not None else slot.slot_id
-            assert found == slot.slot_id, f"{name}: its checkpoint is not found"
-        assert len(self._index) == sum(slot.prefix is not None for slot in self.slots), (
-            "the index has other checkpoints"
-        )
+            assert found == slot.slot_id, f"{name}: its snapshot is not found"
+        assert len(self._index) == sum(slot.prefix is not None for slot in self.slots), "the index has other snapshots"
         if seqs is not None:
             self._check_holders(seqs)
 

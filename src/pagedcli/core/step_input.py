@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.limits import Limits
 from pagedcli.core.sampling_input import Ints, SamplingInput
 from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import Sequence, TokenLogprobs
+from pagedcli.core.snapshots import HeldSlots
 from pagedcli.core.steps import ScheduledStep
 
 _state: Callable[[Sequence], HeldSlots] = attrgetter("state")

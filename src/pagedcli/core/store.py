@@ -1,4 +1,4 @@
-"""Full blocks and checkpoints of earlier processes in a folder: which prefixes it has, and what of this run goes there.
+"""Full blocks and snapshots of earlier processes in a folder: which prefixes it has, and what of this run goes there.
 
 Used by core.cache and core.states; needs no torch: the tensors are behind BlockMemory, the files in
 content_files. A file has blocks of one chain, or the state after one, with the tokens from its beginning on, so that a

@@ -15,10 +15,10 @@ import torch
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
-from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.groups import page_bytes, sized
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Kernels, Plan
+from pagedcli.core.snapshots import SnapshotPolicy
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
@@ -325,7 +325,7 @@ def _check_states(
     config: EngineConfig, spec: ModelSpec, state_bytes: int, device: torch.device, machine: Machine
 ) -> None:
     """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model, or without Triton."""
-    CheckpointPolicy.named(config.checkpoints)
+    SnapshotPolicy.named(config.checkpoints)
     defaults = EngineConfig()
     for name in ("checkpoints", "num_state_slots"):
         value = getattr(config, name)

@@ -284,7 +284,7 @@ def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Term
 
 def choose_num_slots(config: EngineConfig, limits: Limits, num_bytes: int) -> int | None:
     """Slots of recurrent state within memory for blocks and slots: two per sequence, one that it writes and one for a
-    checkpoint, at least LEAST_SLOTS, and at most what half of the memory holds. None: the model has none."""
+    snapshot, at least LEAST_SLOTS, and at most what half of the memory holds. None: the model has none."""
     if not limits.state_bytes:
         return None
     if config.num_state_slots is not None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pagedcli.attention.base import LateTokens
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.checkpoints import HeldSlots
 from pagedcli.core.sampling_input import Ints, SamplingInput
 from pagedcli.core.sequence import Sequence
+from pagedcli.core.snapshots import HeldSlots
 from pagedcli.core.step_input import StepBuilder, StepInput
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.runner.cuda_graphs import DecodeGraphs

@@ -92,7 +92,7 @@ class _Export(View):
         self._count("blocks", **blocks)
         slots = slot_counts(state)
         if slots is not None:
-            shown = {"in use": slots["in_use"], "idle checkpoints": slots["idle"], "empty": slots["empty"]}
+            shown = {"in use": slots["in_use"], "idle snapshots": slots["idle"], "empty": slots["empty"]}
             self._count("state slots", **shown)
         rate = self._stats.rolling.from_others.token_rate
         if rate is not None:

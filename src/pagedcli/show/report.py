@@ -25,12 +25,12 @@ from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_uses, group_words
 from pagedcli.views.explain import (
     REASON_WORDS,
-    CheckpointRow,
     Decode,
     ExplainedLookup,
     Explainer,
     Lookup,
     SaltRow,
+    SnapshotRow,
     Totals,
     hits_by_salt,
 )
@@ -274,8 +274,8 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
         "totals": {
             "first": _totals_document(explainer.totals(own=False)), "own": _totals_document(explainer.totals(own=True)),
         },
-        "checkpointColumns": _headers(CheckpointRow),
-        "checkpoints": [_values(use, "table") for use in explainer.checkpoints[:MAX_LOOKUPS]],
+        "snapshotColumns": _headers(SnapshotRow),
+        "snapshots": [_values(use, "table") for use in explainer.snapshots[:MAX_LOOKUPS]],
         "saltColumns": _headers(SaltRow),
         "salts": [
             [*_values(row, "table")[:-1], percent_text(row.hit_rate)]

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from pagedcli.events import CHECKPOINT_WORDS, Event, StepScheduled
+from pagedcli.events import SNAPSHOT_WORDS, Event, StepScheduled
 from pagedcli.printable import id_ranges, one_line, printable_json
 from pagedcli.records import Column, computed
 from pagedcli.show.panels import block_ids_text, hit_table, pool_line, ref_counts_line, why_waiting
@@ -163,12 +163,12 @@ class _Slot(ShownRow):
     """A slot that is not empty."""
 
     slot_id: int
-    kind: Annotated[str, "holds"] = computed(lambda row: row.sources[0].kind if row.ref_count else "idle checkpoint")
+    kind: Annotated[str, "holds"] = computed(lambda row: row.sources[0].kind if row.ref_count else "idle snapshot")
     num_tokens: Annotated[int, "after tokens"]
     ref_count: Annotated[int, "held by sequences"]
     seq_ids: Annotated[tuple[int, ...], "sequences", lambda seq_ids: ", ".join(map(str, seq_ids))]
     made: Annotated[str, "made in"] = computed(
-        lambda row: f"step {row.made_step} by seq {row.made_by}: {CHECKPOINT_WORDS[row.reason]}" if row.reason else ""
+        lambda row: f"step {row.made_step} by seq {row.made_by}: {SNAPSHOT_WORDS[row.reason]}" if row.reason else ""
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from pagedcli.answers.time import Forecast, in_prefix_order
 from pagedcli.config_keys import flag_name
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.checkpoints import POLICIES as CHECKPOINTS
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
+from pagedcli.core.snapshots import POLICIES as SNAPSHOTS
 from pagedcli.planning.step_time import StepTime, step_time_named
 from pagedcli.printable import byte_text, plural
 from pagedcli.simulation.requests import Request, Requests, largest_output
@@ -162,9 +162,9 @@ def _orders(subject: Subject, _: Forecast) -> list[str]:
     return ["prefix"] if subject.may_reorder and subject.reorder == "none" and subject.has_tokens else []
 
 
-def _checkpoints(subject: Subject, _: Forecast) -> list[str]:
+def _snapshots(subject: Subject, _: Forecast) -> list[str]:
     limits = subject.limits
-    return [name for name in CHECKPOINTS if name not in ("none", limits.checkpoints)] if limits.has_states else []
+    return [name for name in SNAPSHOTS if name not in ("none", limits.checkpoints)] if limits.has_states else []
 
 
 def _preemption_policies(subject: Subject, base: Forecast) -> list[str]:
@@ -193,7 +193,7 @@ KINDS = (
     Kind("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
     Kind("policy", "engine.eviction", _other_policies, needs_caching=True),
     Kind("order", ORDER, _orders, "rows start in another order", needs_caching=True),
-    Kind("checkpoints", "engine.checkpoints", _checkpoints, needs_caching=True),
+    Kind("checkpoints", "engine.checkpoints", _snapshots, needs_caching=True),
     Kind("block size", BLOCK_SIZE, _smaller_blocks, "more blocks to read", needs_caching=True, keeps_pool=True,
          is_timed=True),
     Kind("preemption", "engine.preemption_policy", _preemption_policies),

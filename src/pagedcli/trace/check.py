@@ -103,7 +103,7 @@ class PrefixLaws(LawBook):
         self, seq: SeqState, state: PoolState, first: int | None = None, *, blocks_alone: bool = False
     ) -> int | None:
         """The longest beginning of a sequence, in full spans, at which it can continue: in each group of layers the
-        blocks that later tokens see are in the pool, and of a model with recurrent state there is a checkpoint that
+        blocks that later tokens see are in the pool, and of a model with recurrent state there is a snapshot that
         this step can read, if not of `blocks_alone`. With `first` all blocks from that span on. None without recorded
         tokens or with a salt."""
         chain, tables, num_groups = self.chain(seq, state), tables_of(state), state.num_groups

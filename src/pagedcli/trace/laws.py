@@ -12,10 +12,10 @@ from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.core.budget import ITEMSIZE
-from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape, page_bytes, token_bytes
 from pagedcli.core.limits import Limits
+from pagedcli.core.snapshots import SnapshotPolicy
 from pagedcli.errors import ConfigError, TraceError
 from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.ledgers import SlotLedger
@@ -473,7 +473,7 @@ class SlotLaws(LawBook):
         if not 1 <= event.num_slots <= MOST_SLOTS or not 0 <= event.slot_bytes <= MOST_TOKENS:
             refuse(event, f"{event.num_slots:,} slots of {event.slot_bytes:,} bytes")
         try:
-            CheckpointPolicy.named(event.checkpoints)
+            SnapshotPolicy.named(event.checkpoints)
         except ConfigError:
             refuse(event, f"checkpoints {event.checkpoints!r} are unknown")
 
@@ -485,13 +485,13 @@ class SlotLaws(LawBook):
             refuse(event, f"a hit of {event.checkpoint_tokens} of {event.cached_tokens} cached tokens")
         if event.slot_id is None:
             if event.checkpoint_tokens:
-                refuse(event, f"a hit of {event.checkpoint_tokens} tokens without a checkpoint")
+                refuse(event, f"a hit of {event.checkpoint_tokens} tokens without a snapshot")
         else:
-            found = slots.checkpoints[self._slot(event, event.slot_id, slots)]
+            found = slots.snapshots[self._slot(event, event.slot_id, slots)]
             if found is None or found.num_tokens != event.checkpoint_tokens:
-                refuse(event, f"slot {event.slot_id} has no checkpoint of {event.checkpoint_tokens} tokens")
+                refuse(event, f"slot {event.slot_id} has no snapshot of {event.checkpoint_tokens} tokens")
             if found.step == state.step_number and state.step is not None:
-                refuse(event, f"the checkpoint of slot {event.slot_id} is written by this step")
+                refuse(event, f"the snapshot of slot {event.slot_id} is written by this step")
         self._lookup = event
 
     def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
@@ -499,9 +499,9 @@ class SlotLaws(LawBook):
         if state.slots is None:
             return
         if lookup is None or lookup.seq_id != event.seq_id:
-            refuse(event, f"no lookup of the checkpoint of seq {event.seq_id} comes before")
+            refuse(event, f"no lookup of the snapshot of seq {event.seq_id} comes before")
         if event.tokens_hit != lookup.checkpoint_tokens:
-            refuse(event, f"{event.tokens_hit} tokens hit, but the checkpoint is at {lookup.checkpoint_tokens}")
+            refuse(event, f"{event.tokens_hit} tokens hit, but the snapshot is at {lookup.checkpoint_tokens}")
         is_vetoed = lookup.checkpoint_tokens < lookup.cached_tokens
         if state.finds_copies and is_vetoed != (event.vetoed_by is not UNSET):
             refuse(event, f"vetoed by {event.vetoed_by}, but {lookup.cached_tokens} tokens are cached")
@@ -533,8 +533,8 @@ class SlotLaws(LawBook):
         held = slots.held.get(event.seq_id, [])
         if not held or held[-1] != event.slot_id or slots.ref_counts[event.slot_id] != 1:
             refuse(event, f"seq {event.seq_id}, which holds slots {held}, does not write slot {event.slot_id}")
-        if slots.checkpoints[event.slot_id] is not None or event.hash in slots.index:
-            refuse(event, "there is such a checkpoint already")
+        if slots.snapshots[event.slot_id] is not None or event.hash in slots.index:
+            refuse(event, "there is such a snapshot already")
         span, rest = divmod(event.num_tokens, state.block_size)
         index = span * state.num_groups - 1
         if rest or not span >= 1 or index >= len(seq.block_table) or event.num_tokens > seq.num_tokens:
@@ -550,7 +550,7 @@ class SlotLaws(LawBook):
         if event.slot_id != (first := next(iter(slots.empty), None)):
             refuse(event, f"slot {event.slot_id} was taken, but the first empty one is {first}")
         if event.hash in slots.index:
-            refuse(event, "there is such a checkpoint already")
+            refuse(event, "there is such a snapshot already")
         if event.num_tokens % state.block_size or not 0 < event.num_tokens < seq.num_tokens:
             refuse(event, f"after {event.num_tokens} tokens of seq {seq.seq_id}: not the end of one of its blocks")
         if event.hash not in state.hash_to_block_id:
@@ -558,16 +558,16 @@ class SlotLaws(LawBook):
 
     def before_checkpoint_dropped(self, event: ev.CheckpointDropped, state: PoolState) -> None:
         slots = self._slots(event, state)
-        found = slots.checkpoints[self._slot(event, event.slot_id, slots)]
+        found = slots.snapshots[self._slot(event, event.slot_id, slots)]
         if found is None or found.hash != event.hash:
-            refuse(event, f"slot {event.slot_id} has no checkpoint of hash {event.hash}")
+            refuse(event, f"slot {event.slot_id} has no snapshot of hash {event.hash}")
         if slots.empty or slots.ref_counts[event.slot_id] > (not slots.idle):
             refuse(event, f"slot {event.slot_id} is read by others, or a slot is empty")
 
     def before_states_recovered(self, event: ev.StatesRecovered, state: PoolState) -> None:
         slots, ids = self._slots(event, state), event.idle_slot_ids
-        if len(set(ids)) != len(ids) or any(slots.checkpoints[self._slot(event, each, slots)] is None for each in ids):
-            refuse(event, f"slots {list(ids)} do not all have checkpoints")
+        if len(set(ids)) != len(ids) or any(slots.snapshots[self._slot(event, each, slots)] is None for each in ids):
+            refuse(event, f"slots {list(ids)} do not all have snapshots")
         self._lookup = None
 
     def before_draft_checked(self, event: ev.DraftChecked, state: PoolState) -> None:

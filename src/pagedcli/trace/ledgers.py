@@ -147,28 +147,28 @@ class BlockLedger:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StateSnapshot:
     """A state that later sequences can continue from, according to the events."""
 
     slot_id: int
     hash: int  # chain hash of the blocks before it
     num_tokens: int  # tokens before it
     seq_id: int  # the sequence that computed it
-    reason: ev.CheckpointReason
+    reason: ev.SnapshotReason
     step: int | None  # None: made before the first step, or by an earlier run
 
 
 class SlotLedger:
-    """Per slot: ref_counts, checkpoints. Per sequence: held, the slots that it holds, that of its latest state last.
+    """Per slot: ref_counts, snapshots. Per sequence: held, the slots that it holds, that of its latest state last.
 
-    A slot is held, idle (a checkpoint that no sequence holds) or empty.
+    A slot is held, idle (a snapshot that no sequence holds) or empty.
     """
 
     def __init__(self, event: ev.StateSlotsMade) -> None:
         self.slot_bytes = event.slot_bytes
         self.policy = event.checkpoints
         self.ref_counts = [0] * event.num_slots
-        self.checkpoints: list[Checkpoint | None] = [None] * event.num_slots
+        self.snapshots: list[StateSnapshot | None] = [None] * event.num_slots
         self.held: dict[int, list[int]] = {}
         self.empty: OrderedDict[int, None] = OrderedDict.fromkeys(range(event.num_slots))  # first released first
         self.idle: OrderedDict[int, None] = OrderedDict()  # first released first
@@ -191,7 +191,7 @@ class SlotLedger:
     def is_readable(self, block_hash: int, step: int | None) -> bool:
         """Whether a step can continue from the state after this chain: there is one, not made by the step itself."""
         slot_id = self.index.get(block_hash)
-        found = None if slot_id is None else self.checkpoints[slot_id]
+        found = None if slot_id is None else self.snapshots[slot_id]
         return found is not None and (found.step is None or found.step != step)
 
     def hold(self, seq_id: int, slot_id: int) -> None:
@@ -216,36 +216,36 @@ class SlotLedger:
             held.remove(slot_id)
             self.ref_counts[slot_id] -= 1
             if not self.ref_counts[slot_id]:
-                free = self.empty if self.checkpoints[slot_id] is None else self.idle
+                free = self.empty if self.snapshots[slot_id] is None else self.idle
                 free[slot_id] = None
         if not held:
             del self.held[event.seq_id]
 
     def keep(self, event: ev.CheckpointMade | ev.CheckpointRestored, step: int | None) -> None:
-        """Make a checkpoint. `step`: None: any step can read it."""
-        found = Checkpoint(event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, step)
-        self.checkpoints[event.slot_id] = found
+        """Make a snapshot. `step`: None: any step can read it."""
+        found = StateSnapshot(event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, step)
+        self.snapshots[event.slot_id] = found
         self.index[event.hash] = event.slot_id
 
     def on_checkpoint_restored(self, event: ev.CheckpointRestored) -> None:
-        """A checkpoint of an earlier run fills an empty slot, and any step can read it."""
+        """A snapshot of an earlier run fills an empty slot, and any step can read it."""
         del self.empty[event.slot_id]
         self.idle[event.slot_id] = None
         self.keep(event, None)
 
     def on_checkpoint_dropped(self, event: ev.CheckpointDropped) -> None:
         del self.index[event.hash]
-        self.checkpoints[event.slot_id] = None
+        self.snapshots[event.slot_id] = None
         if self.idle.pop(event.slot_id, 0) is None:
             self.empty[event.slot_id] = None
 
     def on_states_recovered(self, event: ev.StatesRecovered) -> None:
-        """All slots are released; only these keep their checkpoints."""
+        """All slots are released; only these keep their snapshots."""
         kept = set(event.idle_slot_ids)
-        for slot_id, found in enumerate(self.checkpoints):
+        for slot_id, found in enumerate(self.snapshots):
             if found is not None and slot_id not in kept:
                 del self.index[found.hash]
-                self.checkpoints[slot_id] = None
+                self.snapshots[slot_id] = None
         self.ref_counts = [0] * self.num_slots
         self.held = {}
         self.idle = OrderedDict.fromkeys(event.idle_slot_ids)
@@ -254,7 +254,7 @@ class SlotLedger:
     def copy(self) -> "SlotLedger":
         """A snapshot that later events do not change."""
         other = copy.copy(self)
-        for name in ("ref_counts", "checkpoints", "empty", "idle", "index"):
+        for name in ("ref_counts", "snapshots", "empty", "idle", "index"):
             setattr(other, name, getattr(self, name).copy())
         other.held = {seq_id: slot_ids.copy() for seq_id, slot_ids in self.held.items()}
         return other

@@ -25,7 +25,7 @@ from pagedcli.views.rows import Label, LookupRow, ShownRow
 
 Reason = Literal[
     "all_hit", "evicted", "unfindable", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix",
-    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_checkpoint",
+    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_snapshot",
 ]  # fmt: skip
 
 REASON_WORDS: dict[Reason, str] = {
@@ -41,7 +41,7 @@ REASON_WORDS: dict[Reason, str] = {
     "caching_off": ev.MISS_WORDS["caching_off"],
     "hash_collision": "the block with this hash holds other tokens",
     "not_known": "the sequence ended before it reached the missing block",
-    "no_checkpoint": "K and V of the next block are cached, but no checkpoint of the recurrent state",
+    "no_snapshot": "K and V of the next block are cached, but no snapshot of the recurrent state",
 }
 
 
@@ -81,7 +81,7 @@ class Lookup:
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that had never been computed
-    num_vetoed: int = 0  # missing blocks whose K and V were cached, but after the last checkpoint
+    num_vetoed: int = 0  # missing blocks whose K and V were cached, but after the last snapshot
     num_late: int = 0  # missing blocks reused from another sequence while the prompt was prefilled in chunks
     late_tokens_hit: int = 0  # tokens that this saved
     divergence: Divergence | None = None
@@ -157,9 +157,9 @@ class Lookup:
             more = self.num_more_blocks
             would = "" if more is None else f"; keeping it would take at least {plural(more, 'more block')}"
             return f"{words} at step {self.evicted_step}{would}"
-        if self.reason == "no_checkpoint":
+        if self.reason == "no_snapshot":
             last = f"the last one is at {event.tokens_hit:,}" if event.tokens_hit else "there is none"
-            return f"{self.kv_tokens:,} tokens of K and V are cached, but a checkpoint of the state is needed: {last}"
+            return f"{self.kv_tokens:,} tokens of K and V are cached, but a snapshot of the state is needed: {last}"
         if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
             return f"{words}: {plural(event.partial_tokens, 'more token')} shared, a block is {self.block_size}"
         if self.reason == "no_shared_prefix" and self.salted:
@@ -176,7 +176,7 @@ class Totals:
     hit: int = 0  # tokens found in memory
     disk_hit: int = 0  # tokens read from a prefix store
     late_hit: int = 0  # reused while another sequence computed them
-    vetoed: int = 0  # K and V cached, but no checkpoint of the recurrent state
+    vetoed: int = 0  # K and V cached, but no snapshot of the recurrent state
     evicted: int = 0  # cached before, evicted
     in_flight: int = 0  # computed twice at the same time
     first_seen: int = 0  # never computed before
@@ -273,8 +273,8 @@ class ExplainedLookup(LookupRow):
 _CONTEXT = 8  # tokens kept on each side of a divergence
 
 
-class CheckpointRow(ShownRow):
-    """A checkpoint of recurrent state, and what it was good for."""
+class SnapshotRow(ShownRow):
+    """A snapshot of recurrent state, and what it was good for."""
 
     USES: ClassVar = {
         "json": "step seq_id label num_tokens reason num_hits tokens_hit dropped_step why",
@@ -285,11 +285,11 @@ class CheckpointRow(ShownRow):
     seq_id: Annotated[int, "by seq"]
     label: Label
     num_tokens: Annotated[int, "after tokens"]
-    reason: ev.CheckpointReason
+    reason: ev.SnapshotReason
     num_hits: int
     tokens_hit: int
     dropped_step: Annotated[int | None, "dropped in step"]
-    why: Annotated[str, "because of"] = computed(lambda row: ev.CHECKPOINT_WORDS[row.reason])
+    why: Annotated[str, "because of"] = computed(lambda row: ev.SNAPSHOT_WORDS[row.reason])
 
     def __init__(self, event: ev.CheckpointMade | ev.CheckpointRestored, label: str, step: int | None) -> None:
         super().__init__(event)
@@ -334,12 +334,12 @@ def hits_by_salt(lookups: list[Lookup]) -> list[SaltRow]:
 
 
 class Explainer(TokenView):
-    """Collects every lookup, and every checkpoint of recurrent state. Call `finish` after the last event."""
+    """Collects every lookup, and every snapshot of recurrent state. Call `finish` after the last event."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lookups: list[Lookup] = []
-        self.checkpoints: list[CheckpointRow] = []
+        self.snapshots: list[SnapshotRow] = []
         self.block_size = 0
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
@@ -350,7 +350,7 @@ class Explainer(TokenView):
     def _forget_cache(self) -> None:
         # each sequence's lookups with blocks still to be computed, and when each was
         self._pending: dict[int, list[tuple[int, Lookup]]] = {}
-        self._checkpoint_in: dict[int, CheckpointRow] = {}  # the checkpoints by slot
+        self._snapshot_in: dict[int, SnapshotRow] = {}  # the snapshots by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
         self._ghosts: dict[int, tuple[int, int | None, int]] = {}  # hash -> place in _evictions, step, block
@@ -397,24 +397,24 @@ class Explainer(TokenView):
             self._salts[event.seq_id] = f"{event.salt}{self._part}"
 
     def on_checkpoint_made(self, event: ev.CheckpointMade | ev.CheckpointRestored, state: PoolState) -> None:
-        use = CheckpointRow(event, state.seqs[event.seq_id].label, state.step_number)
-        self._checkpoint_in[event.slot_id] = use
-        self.checkpoints.append(use)
+        use = SnapshotRow(event, state.seqs[event.seq_id].label, state.step_number)
+        self._snapshot_in[event.slot_id] = use
+        self.snapshots.append(use)
 
     on_checkpoint_restored = on_checkpoint_made
 
     def on_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
         if event.slot_id is not None:
-            use = self._checkpoint_in[event.slot_id]
+            use = self._snapshot_in[event.slot_id]
             use.num_hits += 1
             use.tokens_hit += event.checkpoint_tokens
 
     def on_checkpoint_dropped(self, event: ev.CheckpointDropped, state: PoolState) -> None:
-        self._checkpoint_in.pop(event.slot_id).dropped_step = state.step_number
+        self._snapshot_in.pop(event.slot_id).dropped_step = state.step_number
 
     def on_states_recovered(self, event: ev.StatesRecovered, state: PoolState) -> None:
-        for slot_id in self._checkpoint_in.keys() - set(event.idle_slot_ids):
-            self._checkpoint_in.pop(slot_id).dropped_step = state.step_number
+        for slot_id in self._snapshot_in.keys() - set(event.idle_slot_ids):
+            self._snapshot_in.pop(slot_id).dropped_step = state.step_number
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         if event.reason == "continued":
@@ -444,7 +444,7 @@ class Explainer(TokenView):
         missing = lookup.event.missing_hash
         assert missing is not None, "a lookup that missed names the hash"
         if lookup.kv_tokens is not None and lookup.kv_tokens > lookup.event.tokens_hit:
-            lookup.reason = "no_checkpoint"
+            lookup.reason = "no_snapshot"
         elif missing in state.hash_to_block_id:
             lookup.reason = "hash_collision"
         elif self._num_copies.get(missing):

@@ -1,10 +1,10 @@
-"""The slots of recurrent state of a moment: what each holds, for whom, and where its checkpoint was made."""
+"""The slots of recurrent state of a moment: what each holds, for whom, and where its snapshot was made."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pagedcli.events import CHECKPOINT_WORDS, CheckpointReason
+from pagedcli.events import SNAPSHOT_WORDS, SnapshotReason
 from pagedcli.printable import byte_text, plural
 from pagedcli.records import Means, hash_text
 from pagedcli.trace.state import PoolState, SeqState
@@ -16,15 +16,15 @@ class SlotRow:
 
     slot_id: Annotated[int, Means("number of the slot of recurrent state, from 0")]
     kind: Annotated[
-        Literal["state", "checkpoint"], Means("state (of sequences alone) or checkpoint (lookups also find it)")
+        Literal["state", "snapshot"], Means("state (of sequences alone) or snapshot (lookups also find it)")
     ]
-    ref_count: Annotated[int, Means("sequences that hold it; 0: an idle checkpoint")]
+    ref_count: Annotated[int, Means("sequences that hold it; 0: an idle snapshot")]
     seq_ids: Annotated[tuple[int, ...], Means("the sequences that hold it")]
     num_tokens: Annotated[int, Means("tokens before the state, after this step")]
-    made_by: Annotated[int | None, Means("of a checkpoint: the sequence that computed it")]
-    reason: Annotated[CheckpointReason | None, Means("of a checkpoint, why there: branch, interval or end")]
-    made_step: Annotated[int | None, Means("of a checkpoint: the step that computed it")]
-    hash: Annotated[int | None, hash_text, Means("of a checkpoint: the blocks before it, 16 hexadecimal digits")]
+    made_by: Annotated[int | None, Means("of a snapshot: the sequence that computed it")]
+    reason: Annotated[SnapshotReason | None, Means("of a snapshot, why there: branch, interval or end")]
+    made_step: Annotated[int | None, Means("of a snapshot: the step that computed it")]
+    hash: Annotated[int | None, hash_text, Means("of a snapshot: the blocks before it, 16 hexadecimal digits")]
 
 
 def state_slots(state: PoolState) -> Iterator[SlotRow]:
@@ -37,10 +37,10 @@ def state_slots(state: PoolState) -> Iterator[SlotRow]:
         for slot_id in slot_ids:
             holders.setdefault(slot_id, []).append(seq_id)
     for slot_id, ref_count in enumerate(ledger.ref_counts):
-        found, seq_ids = ledger.checkpoints[slot_id], tuple(holders.get(slot_id, ()))
+        found, seq_ids = ledger.snapshots[slot_id], tuple(holders.get(slot_id, ()))
         if found is not None:
             made = (found.num_tokens, found.seq_id, found.reason, found.step, found.hash)
-            yield SlotRow(slot_id, "checkpoint", ref_count, seq_ids, *made)
+            yield SlotRow(slot_id, "snapshot", ref_count, seq_ids, *made)
         elif ref_count:
             yield SlotRow(slot_id, "state", ref_count, seq_ids, _tokens_before(state, slot_id), None, None, None, None)
 
@@ -63,23 +63,23 @@ def slot_counts(state: PoolState) -> dict[str, int] | None:
     ledger = state.slots
     if ledger is None:
         return None
-    num_kept = sum(found is not None for found in ledger.checkpoints)
+    num_kept = sum(found is not None for found in ledger.snapshots)
     return {
         "total": ledger.num_slots, "in_use": ledger.num_held, "idle": len(ledger.idle), "empty": len(ledger.empty),
-        "checkpoints": num_kept,
+        "snapshots": num_kept,
     }  # fmt: skip
 
 
 def slots_line(state: PoolState) -> str | None:
-    """`in use 5 + idle checkpoints 4 + empty 3 = 12 state slots of 144.0 MiB (1.7 GiB); 6 checkpoints`."""
+    """`in use 5 + idle snapshots 4 + empty 3 = 12 state slots of 144.0 MiB (1.7 GiB); 6 snapshots`."""
     counts = slot_counts(state)
     if counts is None or state.slots is None:
         return None
     slot_bytes = state.slots.slot_bytes
     return (
-        f"in use {counts['in_use']:,} + idle checkpoints {counts['idle']:,} + empty {counts['empty']:,} = "
+        f"in use {counts['in_use']:,} + idle snapshots {counts['idle']:,} + empty {counts['empty']:,} = "
         f"{plural(counts['total'], 'state slot')} of {byte_text(slot_bytes)} "
-        f"({byte_text(counts['total'] * slot_bytes)}); {plural(counts['checkpoints'], 'checkpoint')}"
+        f"({byte_text(counts['total'] * slot_bytes)}); {plural(counts['snapshots'], 'snapshot')}"
     )
 
 
@@ -89,8 +89,8 @@ def slot_words(slot: SlotRow) -> str:
     after = f"the state after {plural(slot.num_tokens, 'token')}"
     if slot.reason is None:
         return f"{after}, {held}"
-    made = f"made in step {slot.made_step} by seq {slot.made_by}: {CHECKPOINT_WORDS[slot.reason]}"
-    return f"checkpoint, {after}, {held}; {made}"
+    made = f"made in step {slot.made_step} by seq {slot.made_by}: {SNAPSHOT_WORDS[slot.reason]}"
+    return f"snapshot, {after}, {held}; {made}"
 
 
 def slots_of(state: PoolState, seq: SeqState) -> str | None:
@@ -100,7 +100,7 @@ def slots_of(state: PoolState, seq: SeqState) -> str | None:
         return None
     parts = [f"slot {held[-1]}"]
     for slot_id in held[:-1]:
-        found = state.slots.checkpoints[slot_id]
-        what = "a state it shares" if found is None else f"the checkpoint at {plural(found.num_tokens, 'token')}"
+        found = state.slots.snapshots[slot_id]
+        what = "a state it shares" if found is None else f"the snapshot at {plural(found.num_tokens, 'token')}"
         parts.append(f"continues from {what} in slot {slot_id}")
     return ", ".join(parts)

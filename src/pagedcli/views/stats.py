@@ -72,8 +72,8 @@ class Hits:
 
 _Lookups = list[tuple[ev.PrefixLookedUp, bool]]  # each, and whether its sequence repeats its request
 _COUNTED: dict[type[ev.Event], str] = {
-    ev.RequestAdded: "num_sequences", ev.BlockEvicted: "num_evictions", ev.CheckpointMade: "num_checkpoints",
-    ev.CheckpointDropped: "num_dropped_checkpoints", ev.RequestPreempted: "num_preemptions",
+    ev.RequestAdded: "num_sequences", ev.BlockEvicted: "num_evictions", ev.CheckpointMade: "num_snapshots",
+    ev.CheckpointDropped: "num_dropped_snapshots", ev.RequestPreempted: "num_preemptions",
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ class RunStats(View):
         self.facts.num_state_slots = event.num_slots
 
     def on_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
-        self.facts.num_checkpoint_hits += event.slot_id is not None
+        self.facts.num_snapshot_hits += event.slot_id is not None
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         found = state.hash_to_block_id

@@ -17,7 +17,7 @@ _WAITING: dict[ev.WaitingReason, str] = {
     "preemption": "room was made for a running sequence",
     "min_prefill_tokens": "prompts of {least} are to start in one step",
     "state_slots": f"all {ev.WAITING_WORDS['state_slots']} are in use",
-    "checkpoint": "a running sequence will make a checkpoint for it",
+    "checkpoint": "a running sequence will make a snapshot for it",
 }
 
 
@@ -30,7 +30,7 @@ _WORDS: dict[type[ev.Event], str] = {
     ev.BlocksReleased: "release blocks {ids} of {seq}",
     ev.WindowPassed: "release blocks {ids} of {seq}: no later token sees them",
     ev.StateSlotTaken: "take state slot {event.slot_id} for {seq}",
-    ev.CheckpointDropped: "drop the checkpoint in slot {event.slot_id} (hash {event.hash:016x}): no slot was empty",
+    ev.CheckpointDropped: "drop the snapshot in slot {event.slot_id} (hash {event.hash:016x}): no slot was empty",
 }
 
 
@@ -126,12 +126,12 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.DraftChecked():
             return _checked_words(event, seq)
         case ev.CheckpointLookedUp():
-            return _checkpoint_words(event, seq)
+            return _snapshot_words(event, seq)
         case ev.StateSlotsReleased():
             return f"release state slots {_ids(event.slot_ids)} of {seq}"
         case ev.CheckpointMade():
-            at, why = plural(event.num_tokens, "token"), ev.CHECKPOINT_WORDS[event.reason]
-            return f"checkpoint {seq}: the state after {at} stays in slot {event.slot_id}, because of {why}"
+            at, why = plural(event.num_tokens, "token"), ev.SNAPSHOT_WORDS[event.reason]
+            return f"snapshot {seq}: the state after {at} stays in slot {event.slot_id}, because of {why}"
         case ev.CheckpointRestored():
             at = plural(event.num_tokens, "token")
             return f"read the state after {at} from the prefix store into slot {event.slot_id} for {seq}"
@@ -167,16 +167,16 @@ def again_words(num_tokens: int) -> str:
     return f"; {plural(num_tokens, 'token')} computed once more for the recurrent state" if num_tokens else ""
 
 
-def _checkpoint_words(event: ev.CheckpointLookedUp, seq: str) -> str | None:
-    """From which checkpoint a sequence continues; None if K and V were not cached either."""
+def _snapshot_words(event: ev.CheckpointLookedUp, seq: str) -> str | None:
+    """From which snapshot a sequence continues; None if K and V were not cached either."""
     if not event.cached_tokens:
         return None
     cached = f"K and V of {plural(event.cached_tokens, 'token')} are cached"
     if event.slot_id is None:
-        return f"compute {seq}: from its beginning; {cached}, but there is no checkpoint of the state"
+        return f"compute {seq}: from its beginning; {cached}, but there is no snapshot of the state"
     at = plural(event.checkpoint_tokens, "token")
-    words = f"continue {seq}: from the checkpoint at {at} in slot {event.slot_id}"
-    return words if event.checkpoint_tokens == event.cached_tokens else f"{words}; {cached}, but no later checkpoint"
+    words = f"continue {seq}: from the snapshot at {at} in slot {event.slot_id}"
+    return words if event.checkpoint_tokens == event.cached_tokens else f"{words}; {cached}, but no later snapshot"
 
 
 def _ids(entries: tuple[int | None, ...]) -> str:

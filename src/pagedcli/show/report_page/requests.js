@@ -59,9 +59,9 @@ function drawTotals() {
   table("reasons", [["why they ended there", false], ["first lookups", true], ["later lookups (preempted, n > 1)", true]],
     reasons.map(([key, words]) => [words, first.reasons[key] || 0, own.reasons[key] || 0]));
 }
-if (data.explain.checkpoints.length) {
-  $("checkpoints-section").hidden = false;
-  table("checkpoints", data.explain.checkpointColumns.map(([, words, kind]) => [words, kind !== "text"]), data.explain.checkpoints);
+if (data.explain.snapshots.length) {
+  $("snapshots-section").hidden = false;
+  table("snapshots", data.explain.snapshotColumns.map(([, words, kind]) => [words, kind !== "text"]), data.explain.snapshots);
 }
 if (data.explain.salts.length) {
   $("salts-section").hidden = false;

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent state: while a prompt is computed, after which of its blocks one is made.
+"""Snapshots of recurrent state: while a prompt is computed, after which of its blocks one is made.
 
 Used by core.states, which has the slots; needs neither torch nor the engine.
 """
@@ -38,14 +38,14 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # a number of tokens is
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointPolicy:
-    """Where checkpoints are made while a prompt is computed."""
+class SnapshotPolicy:
+    """Where snapshots are made while a prompt is computed."""
 
     kind: PolicyName | Literal["every"]
     interval: int = 0  # tokens, of `every`
 
     @classmethod
-    def named(cls, name: str) -> "CheckpointPolicy":
+    def named(cls, name: str) -> "SnapshotPolicy":
         """The policy of a configuration's value. Raises: ConfigError."""
         for kind in POLICIES:
             if name == kind:
@@ -64,12 +64,12 @@ class CheckpointPolicy:
         return f"every {plural(self.interval, 'token')}" if self.kind == "every" else texts[self.kind]
 
     @property
-    def reason(self) -> ev.CheckpointReason:
+    def reason(self) -> ev.SnapshotReason:
         return "branch" if self.kind == "branches" else "interval" if self.kind == "every" else "end"
 
 
-class CheckpointPlan:
-    """The prefix tree of the waiting requests, by the hashes of their blocks, and the checkpoints that are coming.
+class SnapshotPlan:
+    """The prefix tree of the waiting requests, by the hashes of their blocks, and the snapshots that are coming.
 
     Three waiting prompts of blocks `A B C`, `A B D` and `A E`, each with a rest of less than a block:
 
@@ -77,16 +77,16 @@ class CheckpointPlan:
         requests that begin so  3    2      1        1        1
 
     Once the first is computed, two wait. Of its blocks A is in both, A B in one and A B C in none: prompts branch off
-    after A and after A B, and each of these checkpoints has a reader.
+    after A and after A B, and each of these snapshots has a reader.
     """
 
-    def __init__(self, policy: CheckpointPolicy, block_size: int, num_groups: int) -> None:
+    def __init__(self, policy: SnapshotPolicy, block_size: int, num_groups: int) -> None:
         self.policy = policy
         self._block_size = block_size
         self._num_groups = num_groups
         self._num_waiting: Counter[int] = Counter()  # hash of blocks -> waiting requests that begin with them
         self._counted: dict[int, list[int]] = {}  # seq_id -> hashes counted for it
-        self._coming: Counter[int] = Counter()  # hashes of checkpoints that running sequences will make
+        self._coming: Counter[int] = Counter()  # hashes of snapshots that running sequences will make
         self._stops: dict[int, list[int]] = {}  # seq_id -> hashes of these, nearest first
 
     # ------------------------------------------------------------------ the queue
@@ -125,7 +125,7 @@ class CheckpointPlan:
         return ((seq.num_context_tokens or len(seq.token_ids)) - 1) // self._block_size
 
     def stops(self, seq: StateUser, first: int) -> list[int]:
-        """After how many blocks, more than `first`, the sequence makes a checkpoint, ascending."""
+        """After how many blocks, more than `first`, the sequence makes a snapshot, ascending."""
         size, interval = self._block_size, self.policy.interval
         if self.policy.kind == "branches":
             return self._branches(seq, first)
@@ -153,19 +153,19 @@ class CheckpointPlan:
     # ------------------------------------------------------------------ what is coming
 
     def announce(self, seq: StateUser, spans: list[int]) -> None:
-        """A running sequence will make these checkpoints, and no others."""
+        """A running sequence will make these snapshots, and no others."""
         self.withdraw(seq)
         if spans:
             hashes = self._stops[seq.seq_id] = [self.prefix(seq, span).hash for span in spans]
             self._coming.update(hashes)
 
     def withdraw(self, seq: StateUser) -> None:
-        """A sequence makes no more checkpoints."""
+        """A sequence makes no more snapshots."""
         for each in self._stops.pop(seq.seq_id, ()):
             _count_down(self._coming, each)
 
     def passed(self, seq: StateUser, span: int) -> None:
-        """Note that the step that makes a sequence's checkpoint after this number of blocks was launched."""
+        """Note that the step that makes a sequence's snapshot after this number of blocks was launched."""
         stops, block_hash = self._stops.get(seq.seq_id, []), self.prefix(seq, span).hash
         if block_hash in stops:
             stops.remove(block_hash)
@@ -174,12 +174,12 @@ class CheckpointPlan:
                 del self._stops[seq.seq_id]
 
     def is_stop(self, seq: StateUser, span: int) -> bool:
-        """Whether the sequence makes a checkpoint after this number of blocks."""
+        """Whether the sequence makes a snapshot after this number of blocks."""
         stops = self._stops.get(seq.seq_id)
         return stops is not None and self.prefix(seq, span).hash in stops
 
     def is_coming(self, seq: StateUser, first: int) -> bool:
-        """Whether a running sequence will make a checkpoint of more than `first` blocks that this one can read."""
+        """Whether a running sequence will make a snapshot of more than `first` blocks that this one can read."""
         if not self._coming:
             return False
         spans = range(first + 1, self.last_readable(seq) + 1)
