@@ -24,7 +24,7 @@ def main() -> None:
             try:
                 run_seed(seed, Path(folder), counts)
             except BaseException:
-                print(f"seed {seed} fails: make test-simulator ONLY={seed}", flush=True)
+                print(f"seed {seed} fails: make test-simulator ONLY={seed}; before:", dict(counts), flush=True)
                 raise
             seed += 1
             if given.only is not None or time.monotonic() > start_s + 60 * given.minutes:

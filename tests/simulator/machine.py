@@ -6,12 +6,13 @@ what the process still does while it unwinds is undone.
 """
 
 import errno
+import gc
 import io
 import os
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +81,7 @@ class Machine:
     def run(self, program: Callable[[], None]) -> bool:
         """Let a process live until its end or its death. Returns whether it ended by itself."""
         self.lives += 1
-        self._disk.close()
+        self.close()
         self._disk = WatchedDisk(self.folder)  # what is there now is on the disk
         self._num_operations = self._num_steps = 0
         self._fate = Fate("none", 0, at_step=False) if self.is_calm else self._draw()
@@ -103,6 +104,15 @@ class Machine:
     def cut_power(self) -> None:
         """After the end of a process."""
         self._disk.cut().leave(self.rng.choice(CONTENTS), keeps_names=self.rng.random() < 0.5)
+
+    def close(self) -> None:
+        """Close what is held of the disk, and what a dead process has left open, as the system would."""
+        self._disk.close()
+        gc.collect()
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith(f"{self.folder}/"):
+                    os.close(int(name))
 
     def _draw(self) -> Fate:
         kind = self.rng.choices(("none", "interrupt", "kill", "power cut", "full disk"), (2, 2, 10, 6, 2))[0]

@@ -267,6 +267,7 @@ def run_seed(
             different = next((at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
             raise Violation(f"{len(found)} rows of {len(expected)}, different at {different}")
         counts["virtual seconds"] += 0 if is_calm else int(machine.now_s - start_s)
+        machine.close()
         shutil.rmtree(place)
     counts["scenarios"] += 1
 
