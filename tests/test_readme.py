@@ -44,3 +44,13 @@ def test_every_flag_of_an_example_exists(line):
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+\w+\.py)`", ARCHITECTURE))))
 def test_every_module_of_the_architecture_page_exists(path):
     assert (ROOT / "src" / "pagedcli" / path).exists() or (ROOT / path).exists()
+
+
+def test_a_run_shows_the_block_tables_ref_counts_and_hits_that_the_readme_shows(tmp_path, monkeypatch):
+    [(command, shown)] = re.findall(r"^\$ (pagedcli generate \S+ .*--dump-kv)\n(.*?)```", README, re.M | re.S)
+    monkeypatch.chdir(ROOT)
+    words = [str(tmp_path / "out.jsonl") if word == "out.jsonl" else word for word in shlex.split(command)[1:]]
+    printed = CliRunner(env={"COLUMNS": "115"}).invoke(app, words, catch_exceptions=False).stdout
+    for line in shown.splitlines():
+        assert line == "..." or line.rstrip() in [each.rstrip() for each in printed.splitlines()], line
+    assert "Prefix hits" in printed
