@@ -206,12 +206,12 @@ class Setting:
 
     @classmethod
     def of(cls, kind: Kind, subject: Subject, value: Any) -> "Setting":
-        """A run with another value. The number of blocks is part of it where they may run out, either as many as then
-        or as many as the run has: a number that the user gave would stay."""
-        then, changes = subject.changed(kind.key, value), {kind.key: value}
-        tight = (then.limits, replace(then.limits, num_blocks=subject.num_blocks))
-        if kind.keeps_pool and any(map(subject.is_tight, tight)):
-            changes[POOL] = then.num_blocks
+        """The run with another value. Where blocks may run out, in the pool of the changed run or in the present one,
+        the size of the pool is changed with it: one that the user gave would stay otherwise."""
+        changed, changes = subject.changed(kind.key, value), {kind.key: value}
+        pools = (changed.limits, replace(changed.limits, num_blocks=subject.num_blocks))
+        if kind.keeps_pool and any(map(subject.is_tight, pools)):
+            changes[POOL] = changed.num_blocks
         now = getattr(subject.limits, kind.key.partition(".")[2], None)
         cost = kind.cost if kind.cost_of_more is None or value < now else kind.cost_of_more
         if kind.key == POOL:
@@ -222,7 +222,7 @@ class Setting:
                 if num_bytes
                 else f"it takes {plural(more, 'block')} more"
             )
-        return cls(kind, changes, then, cost)
+        return cls(kind, changes, changed, cost)
 
     @property
     def text(self) -> str:

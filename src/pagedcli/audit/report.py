@@ -50,7 +50,7 @@ def notes(audit: Audit) -> list[str]:
 
 
 def facts(audit: Audit, *, was_interrupted: bool) -> dict[str, Any]:
-    """The rest of the JSON object."""
+    """What was asked, spent and measured: the JSON object without its tables."""
     evidence, budget = audit.evidence, audit.client.budget
     document: dict[str, Any] = {
         "url": audit.client.shown, "exit_code": exit_code(audit.verdicts()), "interrupted": was_interrupted,

@@ -125,16 +125,13 @@ def judge(evidence: Evidence) -> list[Verdict]:
 
 def _reporting(evidence: Evidence) -> list[Verdict]:
     survey, target = evidence.survey, evidence.target
-    if survey.cached_field is not None and not target.reports:
-        text = (
-            f"the server reports cached tokens in {survey.cached_field}, but no prompt was ever a hit: is caching off?"
-        )
-        return [Verdict(Status.UNKNOWN, "reports", text)]
     if not target.reports:
         text = (
             "the server reports no cached tokens: the match unit, the law of hits and what was cached are unknown "
             "(vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"
         )
+        if (field := survey.cached_field) is not None:
+            text = f"the server reports cached tokens in {field}, but no prompt was ever a hit: is caching off?"
         return [Verdict(Status.UNKNOWN, "reports", text)]
     found = Verdict(Status.OK, "reports", f"cached tokens are reported, in {survey.cached_field}")
     if target.unit is None:

@@ -65,6 +65,7 @@ def _lines(folder: PartFolder, records: list[RunRecord], stack: ExitStack) -> It
 
 
 def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack, output: BinaryIO) -> None:
+    """Write the rows of all parts in the order of the input. Rows of a part are in that order."""
     require_pyarrow()
     for number, record in enumerate(records):
         with folder.part(number).open("rb") as file:
@@ -77,7 +78,7 @@ def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack
             parts = part_of_row[start : start + _TABLE_ROWS]
             numbers, counts = np.unique(parts, return_counts=True)
             pieces = [readers[number].take(count) for number, count in zip(numbers, counts, strict=True)]
-            order = np.argsort(np.argsort(parts, kind="stable"))  # index of each row in the joined pieces
+            order = np.argsort(np.argsort(parts, kind="stable"))  # the place of each row in the joined pieces
             writer.write_table(pa.concat_tables(pieces).take(pa.array(order)))
 
 

@@ -52,7 +52,8 @@ class KernelWeight:
 
 
 def kernel_weight(weights: list[Weight]) -> KernelWeight:
-    """A copy of the weights, which must be alike. Changes: the list, which is emptied, each weight once it is copied.
+    """The weights, which must be alike, as one. Changes: empties the list from its end, which frees each weight once
+    it is copied.
 
     Raises: ModelError if their formats or groups differ, or an FP8 weight is not a number.
     """

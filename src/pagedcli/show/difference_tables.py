@@ -65,11 +65,11 @@ def causes_table(found: Comparison) -> Table:
         {"cause": cause, "detail": found.details[cause], **{name: float(value) for name, value in part.items()}}
         for cause, part in found.parts.items()
     ]
-    others = [name for name in ("computed_tokens", "preemptions") if any(row[name] for row in rows)]
+    changed = [name for name in ("computed_tokens", "preemptions") if any(row[name] for row in rows)]
     notes = ["each cause alone: the earlier run with this one difference, simulated"] if rows else []
     if found.no_prompts is not None:
         notes.append(f"prompts, outputs and order are not compared: {found.no_prompts}")
-    columns = " ".join(["cause", "hit_rate", *others, "detail"])
+    columns = " ".join(["cause", "hit_rate", *changed, "detail"])
     return table(CauseRow, "causes", "Why it changed", rows, columns, notes=notes, wrapped_at=140)
 
 

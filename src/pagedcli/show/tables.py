@@ -131,8 +131,8 @@ def print_tables(
 
 
 def as_text(table: Table, width: int | None = None) -> str:
-    """Aligned columns, numbers right, text left. Beyond `width` cells text wraps in the last column; where that is a
-    number, or has no room, the columns continue on further lines of each row."""
+    """Aligned columns, numbers right, text left. Beyond `width` terminal columns text wraps in the last column; where
+    that is a number, or has no room, the columns continue on further lines of each row."""
     width = table.wrapped_at if width is None else width
     if not table.rows:
         return "\n".join(_lines([table.title, *(table.notes or ("none",))], width)) + "\n"
@@ -144,7 +144,8 @@ def as_text(table: Table, width: int | None = None) -> str:
         rule = "-" * longest
     else:
         before = sum(widths[:-1]) + 2 * (len(widths) - 1)
-        rule = "  ".join("-" * each for each in [*widths[:-1], min(widths[-1], max(longest, width or 0) - before)])
+        last = min(widths[-1], max(longest, width or 0) - before)  # less where it wraps
+        rule = "  ".join("-" * each for each in [*widths[:-1], last])
     lines.insert(len(header), rule)
     return "\n".join([*_lines([table.title], width), *lines, *_lines(table.notes, width)]) + "\n"
 

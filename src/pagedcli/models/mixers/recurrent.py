@@ -108,7 +108,7 @@ class GatedDelta(RecurrentMixer):
         return self.num_value_heads, self.num_key_heads
 
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
-        """The gates of forgetting and correcting are as exact as a router: they are never rounded."""
+        """Names and shapes in the three layouts of checkpoints: apart, interleaved by head, one after the other."""
         heads, width, name = self.num_value_heads, make.width, f"{layer}.{make.names.recurrent}"
         gate_names, norm, out = ("in_proj_b", "in_proj_a"), "norm", "out_proj"
         conv = {f"{name}.conv1d.weight": self.channels}
@@ -127,7 +127,7 @@ class GatedDelta(RecurrentMixer):
             gates = {f"{name}.{each}.weight": (heads, width) for each in gate_names}
         return {
             **make.linear(f"{key}.inner", inner, width),
-            f"{key}.gates": Parameter(gates),
+            f"{key}.gates": Parameter(gates),  # of forgetting and correcting: never rounded, as a router
             f"{key}.conv": exact({each: (n, 1, self.kernel) for each, n in conv.items()}),
             f"{key}.decay": exact({f"{name}.A_log": (heads,)}, init=1.0),
             f"{key}.step_bias": exact({f"{name}.dt_bias": (heads,)}, init=1.0),
