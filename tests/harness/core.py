@@ -388,6 +388,12 @@ def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, fails=0.0
     events: list[Event] = []
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 7, "chunked_prefill_size": 5, **limits}
     sim = Simulation(num_blocks, 2, emit=events.append, trace_tokens=True, enable_prefix_caching=caching, **limits)
+    run_at_random(sim, rng, num_requests, fails)
+    return events
+
+
+def run_at_random(sim, rng, num_requests, fails=0.0):
+    """Run requests of drawn prompts; see simulated."""
     for index in range(num_requests):
         prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
         sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
@@ -395,7 +401,6 @@ def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, fails=0.0
         sim.executor.fail_launch, sim.executor.fail_read = rng.random() < fails / 2, rng.random() < fails / 2
         with suppress(RuntimeError):
             sim.step()
-    return events
 
 
 def write(path, events):

@@ -4,14 +4,13 @@ import json
 import random
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from cli_harness import pagedcli
-from harness.core import EventList, Simulation, simulated
+from harness.core import EventList, Simulation, run_at_random, simulated
 from model_zoo import tiny_model
 from msgspec.structs import replace
 
@@ -122,13 +121,7 @@ def test_facts_of_random_runs(fails, seed, states):
     rng, run = random.Random(seed), WholeRun()
     folding = Fold(PoolState(), run)
     sim = Simulation(14, 2, emit=folding, max_num_batched_tokens=7, chunked_prefill_size=5, **states)
-    for index in range(30):
-        prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
-        sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
-    while sim.has_unfinished_requests():
-        sim.executor.fail_launch, sim.executor.fail_read = rng.random() < fails / 2, rng.random() < fails / 2
-        with suppress(RuntimeError):
-            sim.step()
+    run_at_random(sim, rng, 30, fails)
     run.finish(folding.state)
     assert (sim.stats.num_failed_steps > 0) == (fails > 0)
     assert_equal_facts(sim.stats, run.findings(folding.state).facts)

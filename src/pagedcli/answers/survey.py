@@ -164,7 +164,7 @@ class FirstAnswer:
     scan: PromptScan  # of the sample
     rows: "About"
     prompt_tokens: "About"
-    run: "Forecast | None" = None  # whose hit rate is a lower bound, as more rows have more beginnings in common
+    run: "Forecast | None" = None  # its hit rate is a lower bound: more rows have more beginnings in common
 
 
 def first_answer(

@@ -33,6 +33,7 @@ from pagedcli.batch.requests import (
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
+from pagedcli.config_keys import flag_name
 from pagedcli.core.admission import admit, admit_scores, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.errors import RequestError, UsageError
@@ -173,7 +174,7 @@ def check_defaults(defaults: SamplingParams) -> None:
     try:
         check_grammar(defaults)
     except RequestError as error:
-        flag = name if name == "structured_outputs" else f"--{name.replace('_', '-')}"
+        flag = name if name == "structured_outputs" else flag_name(name)
         raise UsageError(
             f"{flag}: {error.message}", hint=f"correct the {error.code.removeprefix('invalid_')}"
         ) from error

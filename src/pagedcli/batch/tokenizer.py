@@ -280,7 +280,7 @@ def _growth(component: Any) -> float:
     except Exception:  # one in Python, which only trusted code has
         return 1.0
     growth = 1.0
-    for state in states:  # which grows
+    for state in states:  # the list grows meanwhile
         if state["type"] == "Replace":
             pattern = state["pattern"].get("String")  # none: a regular expression, which may match between characters
             growth *= max(1.0, len(state["content"]) / len(pattern) if pattern else 1 + len(state["content"]))

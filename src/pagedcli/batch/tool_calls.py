@@ -361,7 +361,7 @@ def _types(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:
 def _with_references(schema: Any, root: Any) -> list[Mapping[str, Any]]:
     """A schema, and those that hold with it: what its $ref points to, and its allOf."""
     found, coming = dict[int, Mapping[str, Any]](), [schema]  # by the schemas' ids
-    for each in coming:  # which grows
+    for each in coming:  # the list grows meanwhile
         if not isinstance(each, Mapping) or id(each) in found:
             continue
         found[id(each)] = each

@@ -162,7 +162,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         tables = [file_table(scan, file.fit, None if run is None else run.found, pools, doubts)]
     else:
         tables = full_tables(scan, file.fit)
-        if run is not None and options.format_ is not Format.JSON:  # which has these figures as facts
+        if run is not None and options.format_ is not Format.JSON:  # JSON has these figures as facts
             tables = [*run_tables(run.found, run.subject.num_blocks, run.source, run.notes), *tables]
     if pools is not None and is_table and options.all_:
         from pagedcli.show.simulation_tables import curve_table

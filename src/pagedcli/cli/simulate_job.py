@@ -97,7 +97,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions, drawing: Pict
         )
         base = counts_of(found.here.run) if subject.step_time is None and found.here.run is not None else None
         told = find_cures(subject, tokenizer=tokenizer, base=base, found=found, budget_s=CURES_S)
-        cures = [each for each in told if each.kind != "pool"]  # that is in the first line
+        cures = [each for each in told if each.kind != "pool"]  # the first line says it
     if drawing is not None:
         picture = hit_rate_picture(found, rows, facts, drawing.shape)
         write_file(drawing, iter([picture]), overwrite=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from pagedcli.config_keys import flag_name
 from pagedcli.core.limits import Limits
 from pagedcli.core.sequence import SampleOutput, Sequence, TokenLogprobs
 from pagedcli.errors import RequestError
@@ -21,7 +22,7 @@ def check_width(limits: Limits, width: int, params: SamplingParams) -> None:
     """Check that the beams of a request, all computed in the same step, fit into it. Raises: RequestError."""
     for name, limit in limits.of_step.items():
         if 1 < width > limit:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_name(name)
             raise RequestError(
                 "invalid_parameter", f"beam_width is {width}, but {name} is {limit}", hint=f"raise {flag}"
             )

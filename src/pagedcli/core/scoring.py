@@ -53,7 +53,7 @@ class Targets:
     token_ids: list[int]
     first: int  # position of the token that predicts the first of them
     together: bool = False  # whether this token predicts all of them; otherwise each is predicted by the one before
-    num_fork_tokens: int = 0  # that the sequences compute that fork from it
+    num_fork_tokens: int = 0  # tokens computed by the sequences that fork from it
     index: int = 0  # place of the continuation in its row
     found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
     is_done: bool = False  # its last token has been computed, and the result read

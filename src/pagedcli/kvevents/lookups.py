@@ -31,13 +31,13 @@ class SeenRequest:
 
     num_hit: int  # blocks that were there
     end: int  # node of its last block
-    message: int  # in which it began to store blocks
+    message: int  # the first one that stores its blocks
     num_prompt: int = 0  # blocks, found ones included; those after them were generated
     salt: str | None = None  # cache_salt, adapter or media of its first block; None: it has none
     lora: str | None = None  # adapter
     reason: Reason | None = None  # why its first stored block was not there; None: it is new
-    gone_message: int | None = None  # in which that block left the cache
-    num_more_blocks: int | None = None  # with which an LRU cache would have kept it
+    gone_message: int | None = None  # the one that removed that block
+    num_more_blocks: int | None = None  # the least growth of an LRU cache that keeps it
     num_evicted: int = 0  # blocks of the prompt that were cached before
     num_in_flight: int = 0  # blocks of the prompt that were stored although they were there
     num_partial_tokens: int = 0  # tokens of its first stored block with which a cached one after the same blocks begins

@@ -72,7 +72,7 @@ class Llama:
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported ones
     own_activation: ClassVar[str | None] = None  # what it is called here; None: as in config.json
     known_layer_types: ClassVar[frozenset[str]] = frozenset()  # entries that layer_types may have; empty: any
-    windows: ClassVar[str] = "none"  # which layers have one, in words
+    windows: ClassVar[str] = "none"  # the layers that have one, in words
     biases: ClassVar[Biases] = ("attention_bias", "attention_bias", "mlp_bias")
     qk_norm: ClassVar[QkNorm] = "none"
     sinks: ClassVar[bool] = False  # each query head has a learned logit that joins its softmax

@@ -10,6 +10,7 @@ import torch
 
 from pagedcli.attention.base import AttentionBackend, dtype_name
 from pagedcli.config import EngineConfig
+from pagedcli.config_keys import flag_name
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Kernels
 from pagedcli.core.snapshots import SnapshotPolicy
@@ -61,7 +62,7 @@ def check_states(config: EngineConfig, spec: ModelSpec, device: torch.device, *,
         (
             not has_states and getattr(config, name) != getattr(defaults, name),
             f"{name} is {getattr(config, name)}, but {spec.architecture} has no layers with recurrent state",
-            f"leave out --{name.replace('_', '-')}",
+            f"leave out {flag_name(name)}",
         )
         for name in ("checkpoints", "num_state_slots")
     ]
