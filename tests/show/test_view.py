@@ -99,7 +99,7 @@ def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
     assert "1 request-1 prefill 2 8 10/10 0/5 3 37.5 % P1 2" in rows  # reuses both blocks of the first
     assert "P1 2 2 0 1" in rows
     assert "2 request-2 prefill 10 0 10/10 0/5 3 37.5 % 3-5" in rows  # another first token: nothing is shared
-    assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks x 4 tokens (128 B)" in rows
+    assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks x 4 tokens" in rows
     assert "blocks by ref count 1: 4, 2: 2" in rows
     assert "from other requests 28.6 % 33.3 % 28.6 % 33.3 %" in rows  # 8 of 28 tokens, 2 of 6 full blocks
 

@@ -34,7 +34,6 @@ from pagedcli.core.engine_core import EngineCore
 from pagedcli.distributed import parts
 from pagedcli.distributed.merge import merge_parts
 from pagedcli.errors import PagedcliError
-from pagedcli.files import JOURNAL
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.fold import pool_fold
 
@@ -180,11 +179,13 @@ class Process:
                 raise
 
     def _clear(self) -> None:
-        """Move away what is no journal, as the error says: its first line was never on the disk."""
+        """Move away what is no journal, as the error says: its first line was never whole on the disk."""
         for path in self._machine.folder.rglob("*.partial"):
-            if not JOURNAL.has(path):
+            try:
+                journals.read_header(path)
+            except PagedcliError:
                 if self._machine.owed.get(path):
-                    raise Violation(f"{path.name} had rows that were safe")
+                    raise Violation(f"{path.name} had rows that were safe") from None
                 path.unlink()
 
     def _run_file(self, path: Path, lines, *, fingerprint, options, places=None) -> None:

@@ -87,7 +87,10 @@ def verify(
     found = _Comparison(tolerance)
     for first, second in pairs(*rows):
         found.add(first, second)
-    print_tables(found.tables(), format_, facts=found.facts(), story=[found.answer()])
+    tables, story = found.tables(), [found.answer()]
+    if format_ is Format.TABLE and not found.differences:  # the answer has all counts
+        story += tables.pop(0).notes
+    print_tables(tables, format_, facts=found.facts(), story=story)
     raise typer.Exit(EXIT_DIFFERENT if found.differences else 0)
 
 

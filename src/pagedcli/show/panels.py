@@ -38,7 +38,6 @@ def percent(part: float | None) -> str:
 
 def pool_line(state: PoolState) -> Text:
     counts = pool_counts(state)
-    engine = state.started
     add_up = counts["in_use"] + counts["cached"] + counts["empty"] == counts["total"]
     return Text.assemble(
         ("in use ", "green"),
@@ -47,8 +46,8 @@ def pool_line(state: PoolState) -> Text:
         ("cached ", "cyan"),
         f"{counts['cached']:,} + ",
         ("empty ", "bright_black"),
-        f"{counts['empty']:,} = {plural(counts['total'], 'block')} x {plural(engine.block_size, 'token')} "
-        f"({byte_text(counts['total'] * engine.block_bytes)}){'' if add_up else ': DOES NOT ADD UP'}",
+        f"{counts['empty']:,} = {plural(counts['total'], 'block')} x {plural(state.started.block_size, 'token')}"
+        f"{'' if add_up else ': DOES NOT ADD UP'}",
         no_wrap=True,
         overflow="ellipsis",
     )
@@ -240,8 +239,8 @@ class PlainView:
 
 
 def print_ending(moment: Moment, damage: str | None, console: Console) -> None:
-    """Print the summary of a run that has started, and what ended its view early."""
-    if moment.state.engine is not None:
+    """Print the summary of a run that has made a step, and what ended its view early."""
+    if moment.state.step_number is not None:
         print_summary(moment, console)
     if damage is not None:
         console.print(Text(f"the view ended early: {one_line(damage)}", "bold red"))
