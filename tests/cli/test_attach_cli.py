@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -79,13 +78,6 @@ def test_the_summary_counts_what_was_published(publisher):
     assert "no requests" in document["limits"][0]
 
 
-def test_the_summary_for_people_names_the_limits_and_the_largest_subtrees(publisher):
-    said = attached(publisher).stdout
-    assert "hits are not visible" in said
-    assert re.search(r"churn\) +1\n", said)
-    assert "0000000000000001" in said
-
-
 def test_prefixes_are_shown_as_text_with_a_tokenizer(publisher):
     row = json.loads(attached(publisher, "--format", "json", "-m", "builtin").stdout)["branches"][0]
     assert row["branch"].startswith("'")
@@ -125,13 +117,6 @@ def test_a_server_that_works_and_sends_no_event_is_said_to():
     with PublisherSocket(LOOPBACK) as silent, page(METRICS) as url:
         said = pagedcli("attach", silent.endpoint, "--idle", "0.5", "--metrics", url)
     assert "check that the server publishes KV events there" in said.stderr
-
-
-def test_counts_have_no_decimals(publisher):
-    with page(METRICS) as url:
-        said = attached(publisher, "--metrics", url).stdout
-    assert re.search(r"^prompt tokens looked up +since the server started +1,000$", said, re.MULTILINE)
-    assert re.search(r"^KV cache usage, 1 = full +now +0.25$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize("content", ["", "\x00", "nonsense {{{", 'vllm:num_requests_running{a="} 1'])

@@ -122,13 +122,6 @@ def test_the_examples_run_without_an_error_row(name):
     assert all(row["error"] is None for row in rows)
 
 
-def test_the_look_inside_configuration_shows_sharing_and_preemption():
-    result = run("generate", str(ROOT / "examples" / "prompts.jsonl"), "-C", str(ROOT / "configs" / "look-inside.yaml"))
-    assert result.exit_code == 0, result.stderr
-    assert "preemptions  0" not in result.stderr
-    assert "0 of them cached" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [

@@ -171,23 +171,6 @@ def test_a_wrong_backend_fails_alone(monkeypatch, backend, words):
     assert "\n" not in rows[f"attention {backend.name}"]["detail"]
 
 
-def test_a_device_that_is_not_there_is_a_usage_error():
-    result = CliRunner().invoke(app, ["doctor", "--device", "cuda:77"])
-    assert result.exit_code == 2
-    assert "cuda:77" in result.stderr
-
-
-def engine_rows(result):
-    return [(row["what"], row["value"]) for row in json.loads(result.stdout)["engine"]]
-
-
-def test_what_an_engine_does_here_is_told():
-    rows = dict(engine_rows(doctor("--format", "json")))
-    assert rows["dtype"] == rows["KV cache"] == "bfloat16"
-    assert rows["CUDA graphs"] == "none: cpu has none"
-    assert rows["attention"] in select.backend_names()
-
-
 def test_graphs_scales_and_notes_of_a_plan_are_told():
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan

@@ -39,12 +39,6 @@ def test_replay_gives_one_json_object_per_message(recording):
     assert [row["num_tokens_computed_twice"] for row in rows] == [0, 0, 4, 0, 2]
 
 
-def test_replay_shows_the_tree_after_one_message(recording):
-    document = json.loads(pagedcli("trace", recording, "--step", "1", "--format", "json").stdout)
-    assert document["num_resident_blocks"] == 1
-    assert "there is no message 9: the last message" in pagedcli("trace", recording, "--step", "9", expect=2).stderr
-
-
 def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
     document = json.loads(pagedcli("explain", recording, "--format", "json").stdout)
     assert [document[f"num_blocks_stored_again_{cause}"] for cause in ("evicted", "cleared", "restarted")] == [2, 1, 0]
@@ -69,15 +63,6 @@ def test_explain_shows_where_prompts_diverge_in_text(tmp_path):
     (row,) = [row for row in json.loads(said)["lookups"] if row["divergence"] is not None]
     expected = 'first divergence at token 6: earlier "at 15:09" (request 0) vs prompt "at 15:10"'
     assert row["divergence"] == expected
-
-
-def test_report_is_one_page_without_a_network(recording, tmp_path):
-    path = tmp_path / "page.html"
-    pagedcli("explain", recording, "-o", path)
-    page = path.read_text()
-    assert "<polyline" in page
-    assert "What a larger cache would have kept" in page
-    assert not re.search(r"(src|href)=|https?://", page)
 
 
 def test_what_a_recording_does_not_have_is_refused(recording, tmp_path):

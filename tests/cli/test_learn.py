@@ -33,10 +33,6 @@ def taught(tmp_path_factory):
     return learnt
 
 
-def test_there_are_eight_lessons_in_order():
-    assert [lesson.number for lesson in LESSONS] == list(range(1, 9))
-
-
 @pytest.mark.quick("7-state-snapshots.md")
 @EACH
 def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):

@@ -5,7 +5,6 @@ import json
 import pytest
 from cli_harness import pagedcli
 
-from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.simulation.requests import Request, work_of
 
 
@@ -47,12 +46,3 @@ def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated
     assert found["simulated_share"] < 0.2
     assert found["requests"] == pytest.approx(600, abs=30)
     assert found["generated_tokens"] == pytest.approx(1200, abs=60)
-
-
-def test_block_sizes_of_rows_that_share_nothing_are_counted_without_looking_at_each_again():
-    survey = PromptSurvey()
-    for row in range(40):
-        survey.add(row, [1000 + row] * 20, 13)
-    [at_16] = [row for row in survey.block_size_rows() if row["block_size"] == 16]
-    assert (at_16["num_blocks"], at_16["num_slots"], at_16["hit_tokens"]) == (80, 1280, 0)
-    assert at_16["waste"] == 0.0, "20 + 13 tokens, of which the last is never cached, fill two blocks"

@@ -5,16 +5,12 @@ import random
 
 import pytest
 from conftest import shared_data
+from harness.core import make_seq, prefill
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
-from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import unit_digests
-from pagedcli.errors import BackendError
-from pagedcli.planning import step_time
 from pagedcli.planning.prompt_survey import PrefixRows, PromptSurvey, percentile
-from pagedcli.runner.llm_engine import LLMEngine
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
@@ -75,20 +71,6 @@ def test_the_last_token_of_an_equal_prompt_is_not_a_hit():
     }  # fmt: skip
 
 
-class Asker:
-    """What a block manager needs of a sequence."""
-
-    def __init__(self, token_ids, cache_salt):
-        self.token_ids, self.cache_salt = token_ids, cache_salt
-        self.seq_id, self.block_table, self.prefixes = 0, [], []
-        self.num_computed_tokens = self.num_cached_tokens = 0
-        self.num_context_tokens = None
-
-    @property
-    def num_tokens(self):
-        return len(self.token_ids)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_hits_are_those_of_a_block_manager_with_blocks_enough(seed):
     rng = random.Random(seed)
@@ -104,10 +86,7 @@ def test_hits_are_those_of_a_block_manager_with_blocks_enough(seed):
         size = row["block_size"]
         manager, hits = BlockManager(sum(-(-len(token_ids) // size) for token_ids, _ in prompts), size), 0
         for token_ids, salt in prompts:
-            seq = Asker(token_ids, salt)
-            hit = manager.lookup(seq)
-            hits += manager.num_computed_after(seq, hit)
-            manager.allocate(seq, hit, len(token_ids) - manager.num_computed_after(seq, hit))
+            hits += prefill(manager, make_seq(token_ids, cache_salt=salt))
         assert row["hit_tokens"] == hits
         assert row["num_blocks"] == manager.num_blocks - manager.num_free_blocks
 
@@ -141,19 +120,16 @@ def test_the_prompts_of_a_shared_prefix_are_the_first_that_begin_with_it(seed):
         assert (shared.num_prompts, shared.rows) == (len(lines), lines[:4])
 
 
-def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.prompt_survey._MIN_RECENT", 3)
-    index = PrefixRows()
-    prompts = [[token, *range(100)] for token in range(20)]
-    for row, prompt in enumerate(prompts):
-        digests = unit_digests(prompt, None, 8)
+def test_the_index_finds_the_same_before_and_after_merging():
+    """It is merged after 65,536 digests, twice here."""
+    index, of_rows = PrefixRows(), [range(40_000 * row, 40_000 * row + 40_000) for row in range(5)]
+    for row, digests in enumerate(of_rows):
         assert index.num_known(digests) == 0
         index.add(digests, row)
-    assert len(index) == 20 * 12
-    for row, prompt in enumerate(prompts):
-        digests = unit_digests([*prompt, 5, 5, 5], None, 8)
-        assert index.num_known(digests) == 12
-        assert {index.first_row(digest) for digest in digests[:12]} == {row}
+    assert len(index) == 200_000
+    for row, digests in enumerate(of_rows):
+        assert index.num_known([*digests, 10**9]) == 40_000
+        assert {index.first_row(digest) for digest in digests} == {row}
 
 
 def test_waste_and_blocks_by_hand():
@@ -224,33 +200,10 @@ def test_token_ids_outside_the_vocabulary_are_bad_rows():
     assert found["num_valid_rows"] == 1
 
 
-def test_fewer_slots_alone_are_no_reason_for_smaller_blocks():
-    """At 8 tokens per block the file takes 8 % fewer slots; nothing is faster for it."""
-    lines = "".join(json.dumps({"prompt": [i] * 90, "max_tokens": 10}) + "\n" for i in range(3, 6))
-    result = plan("-", "--format", "json", stdin=lines)
-    found = json.loads(result.stdout)
-    slots = {row["block_size"]: row["num_slots"] for row in found["block_sizes"]}
-    assert slots[8] * 1.02 < slots[16]
-
-
 def test_a_missing_field_is_a_bad_row():
     lines = '{"question": ["one two three", "four"]}\n{"other": 1}\n'
     found = as_json("-", "--field", "question", stdin=lines, expect=3)
     assert (found["num_valid_rows"], found["bad_rows"][0]["message"]) == (1, "no field 'question'")
-
-
-@pytest.mark.long
-def test_the_kv_dtype_sets_the_bytes_of_a_block_as_in_the_engine():
-    line = json.dumps({"prompt": [5] * 40})
-    found = as_json("-", "--device", "cpu", "--kv-cache-dtype", "int8", "--num-kvcache-blocks", 9, stdin=line)
-    config = EngineConfig(device="cpu", attention_backend="cpu", kv_cache_dtype="int8", num_kvcache_blocks=9)
-    try:
-        engine = LLMEngine(config)
-    except BackendError as error:
-        pytest.skip(f"no native kernels here: {error.message}")
-    assert found["block_bytes"] == engine.plan.block_bytes
-    refusal = plan("-", "--device", "cpu", "--kv-cache-dtype", "fp8", stdin=line, expect=2).stderr
-    assert "needs a CUDA GPU" in refusal
 
 
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
@@ -260,32 +213,6 @@ def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
     arguments = ("-", "--no-calibrate", "--max-tokens", "4")
     assert told in plan(*arguments, stdin='{"prompt": "Once"}\n').stderr
     assert told not in plan(*arguments, "--device", "cpu", stdin='{"prompt": "Once"}\n').stderr
-
-
-def test_a_pool_that_is_too_small_is_told():
-    row = json.dumps({"prompt": [5] * 40, "max_tokens": 60})
-    found = as_json("-", "--num-kvcache-blocks", 3, stdin=row, expect=3)
-    assert found["bad_row_codes"] == {"kv_cache_exceeded": 1}
-    assert found["num_kvcache_blocks"] == 3
-
-
-@pytest.mark.long
-def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_time, "cache_folder", lambda: tmp_path / "no-times")  # with the processor's name
-
-    def shown(format_, lines='{"id": "x\\u001b[31mred", "prompt": 5}\n{"prompt": "The fox"}\n'):
-        return plan("-", "--all", "--no-calibrate", "--format", format_, stdin=lines, expect=3).stdout
-
-    screen = shown("table")
-    assert "\x1b" not in screen
-    assert "\\x1b[31mred" in screen
-    for title in ("Rows", "Bad rows", "Lengths", "Ideal hit rate and waste", "Fits here"):
-        assert f"{title}\n" in screen
-    first, _, tables = screen.partition("\n\n")
-    assert "would fail, the first in line 1" in first
-    assert max(map(len, tables.splitlines())) < 120
-    assert sum(line.startswith("### ") for line in shown("md").splitlines()) == 8
-    assert "block_size,hit_rate,hit_tokens" in shown("csv")
 
 
 @pytest.mark.long

@@ -150,11 +150,3 @@ def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):
         told.append(found["pools"][0]["num_cached_tokens"])
         assert found["ideal_hit_rate"] == done["cache"]["ideal_hit_rate"]
     assert told == [done["cached_tokens"]] * 3
-
-
-def test_the_sentence_of_a_plan_says_what_rows_it_leaves_out(tmp_path):
-    prompts = tmp_path / "in.jsonl"
-    rows = [{"prompt": "Once", "beam_width": 2, "max_tokens": 2}, {"prompt": "Once", "max_tokens": 2}]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = pagedcli("plan", prompts, "--no-calibrate").stdout
-    assert "to generate, without 1 row of beam search." in found

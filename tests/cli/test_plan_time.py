@@ -63,16 +63,6 @@ def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, tmp_p
     assert warns == [True, False, False]
 
 
-def test_without_a_calibration_there_are_counts_but_no_times(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    result = pagedcli("plan", many, "--all", "--no-calibrate", *TIGHT)
-    assert re.search(r"^preemptions +\d+, \d+ tokens computed again$", result.stdout, re.M)
-    assert "no calibration of this model on this machine: plan without --no-calibrate makes one" in result.stdout
-    assert "Where the time goes" not in result.stdout
-    assert forecast_of(many, "--no-calibrate")["seconds"] is None
-    assert not (tmp_path / "times").exists()
-
-
 @pytest.mark.parametrize("flags", slow_but((TIGHT,), (TIGHT, (*TIGHT, "--reorder", "prefix"), ("--block-size", "4"))))
 def test_the_counts_are_those_of_generate_with_the_same_flags(many, tmp_path, flags):
     summary = tmp_path / "summary.json"
@@ -95,13 +85,6 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     assert forecast_of(many, "--expected-output", "9999")["generated_tokens"] == generated
     result = pagedcli("plan", many, "--outputs", out, "--expected-output", "5", expect=2)
     assert "--expected-output and --outputs both set the output lengths" in result.stderr
-
-
-def test_a_dry_run_never_calibrates(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    result = pagedcli("generate", many, "--dry-run")
-    assert ". Time unknown: " in result.stdout.splitlines()[0]
-    assert not (tmp_path / "times").exists()
 
 
 def test_beams_are_left_out_and_counted(tmp_path):

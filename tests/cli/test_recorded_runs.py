@@ -9,7 +9,6 @@ from harness.core import simulated, write
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
-from pagedcli.events import BlockEvicted, RequestPreempted
 
 
 def pagedcli(*arguments, expect=0):
@@ -30,53 +29,6 @@ def trace(tmp_path_factory, events):
     return write(tmp_path_factory.mktemp("cli") / "run.jsonl.zst", events)
 
 
-def test_check_says_ok_with_the_three_states_adding_up(trace, events):
-    out = pagedcli("trace", trace, "--check").stdout
-    assert f"ok, {len(events):,} events in " in out
-    assert "at the end in use 0 + cached 13 + empty 1 = 14 blocks" in out
-    facts = json.loads(pagedcli("trace", trace, "--check", "--format", "json").stdout)
-    assert (facts["ok"], facts["num_events"]) == (True, len(events))
-
-
-def test_check_exits_with_1_and_names_the_line(tmp_path, events):
-    place = next(i for i, event in enumerate(events) if isinstance(event, BlockEvicted))
-    path = write(tmp_path / "bad.jsonl", events[:place] + events[place + 1 :])
-    result = pagedcli("trace", path, "--check", expect=1)
-    assert f"bad.jsonl:{place + 1}: blocks_allocated: block " in result.stderr
-    assert result.stdout == ""
-
-
-def test_one_step_as_table_and_as_json(trace):
-    out = pagedcli("trace", trace, "--step", "3").stdout
-    assert "step 3, as its forward pass sees the cache" in out
-    assert "step 4, as" not in out
-    document = json.loads(pagedcli("trace", trace, "--step", "3", "--format", "json").stdout)
-    assert document["step"] == 3
-    shown = {str(seq["seq_id"]) for seq in document["sequences"]}
-    assert shown <= {line.split()[0] for line in out.splitlines() if line.split()}
-
-
-def test_every_step_as_json_lines(trace):
-    lines = pagedcli("trace", trace, "--dump-kv", "--format", "json").stdout.splitlines()
-    documents = [json.loads(line) for line in lines]
-    assert [document["step"] for document in documents] == list(range(len(documents)))
-
-
-def test_without_a_terminal_plain_lines(trace, events):
-    out = pagedcli("trace", trace).stdout
-    assert "\x1b" not in out
-    assert out.count(" preempt seq ") == sum(isinstance(event, RequestPreempted) for event in events)
-    assert "step 0: " in out
-
-
-def test_following_one_request(trace):
-    out = pagedcli("trace", trace, "--follow", "request-3").stdout
-    assert "add seq 3: request request-3" in out
-    assert "finish seq 3" in out
-    assert "finish seq 4" not in out
-    assert "add seq 3" in pagedcli("trace", trace, "--follow", "seq:3").stdout
-
-
 def test_export_for_perfetto(trace, tmp_path):
     path = tmp_path / "run.json"
     pagedcli("trace", trace, "--export", "perfetto", "-o", path)
@@ -92,29 +44,6 @@ def test_the_old_name_works_and_says_the_new_one(trace):
     assert "replay" not in pagedcli("--help").stdout
 
 
-def test_explain_totals_reasons_and_the_longest_prefix(trace):
-    out = pagedcli("explain", trace, "--all").stdout
-    assert "ceiling: an unlimited cache" in out
-    assert "minimum cacheable prefix: 2 tokens (one block)" in out
-    assert "longest shared prefix: " in out
-    document = json.loads(pagedcli("explain", trace, "--lookups", "--format", "json").stdout)
-    parts = {row["part"]: row["tokens"] for row in document["totals"]}
-    whole = parts.pop("num_tokens")
-    not_parts = ("ideal", "first_seen_shared", "last_block_shared")
-    assert sum(tokens for part, tokens in parts.items() if part not in not_parts) == whole
-    assert sum(row["num_tokens"] for row in document["lookups"] if row["kind"] == "first") == whole
-    assert document["hit_rate"] <= document["ideal_hit_rate"]
-
-
-def test_explain_one_request(trace):
-    document = json.loads(pagedcli("explain", trace, "--request", "request-4", "--format", "json").stdout)
-    assert {row["request_id"] for row in document["lookups"]} == {"request-4"}
-    assert "totals" not in document
-    header, *rows = pagedcli("explain", trace, "--request", "seq:4", "--format", "csv").stdout.splitlines()
-    assert header.startswith("step,seq_id,label,kind,num_tokens")
-    assert len(rows) == len(document["lookups"])
-
-
 def test_csv_holds_one_table(trace):
     """So that a program reads it: every line has the columns of the header."""
     for options in ([], ["--lookups"], ["--request", "request-4"]):
@@ -123,14 +52,6 @@ def test_csv_holds_one_table(trace):
         assert rows[0][0] == ("step" if options else "label")
         assert {len(row) for row in rows} == {len(rows[0])}
         assert len(rows) > 1
-
-
-def test_report_is_written(trace, tmp_path):
-    path = tmp_path / "report.html"
-    said = pagedcli("explain", trace, "-o", path).stderr
-    assert str(path) in said
-    assert path.read_text().startswith("<!doctype html>")
-    assert "there is no folder" in pagedcli("explain", trace, "-o", tmp_path / "no" / "report.html", expect=2).stderr
 
 
 def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
@@ -167,20 +88,3 @@ def test_trace_prints_steps_records_and_keeps_rows(prompts, tmp_path):
     assert "ok, " in pagedcli("trace", record, "--check").stdout
     assert "first divergence at token " in pagedcli("explain", record, "--lookups").stdout
     assert '"' in pagedcli("explain", record, "--lookups").stdout.split("first divergence", 1)[1]
-
-
-def test_trace_of_one_step_as_json(prompts):
-    result = pagedcli("trace", prompts, *FAST, "--step", "2", "--format", "json")
-    assert json.loads(result.stdout)["step"] == 2
-    assert (
-        "this run has no step 500: the last one is "
-        in pagedcli("trace", prompts, *FAST, "--step", "500", expect=2).stderr
-    )
-
-
-def test_trace_without_a_terminal_is_plain_on_stderr(prompts):
-    result = pagedcli("trace", prompts, *FAST)
-    assert result.stdout == ""
-    assert "\x1b" not in result.stderr
-    assert "idle: nothing is in use, ok" in result.stderr
-    assert "in use 0 (0 shared) + cached " in result.stderr

@@ -59,29 +59,6 @@ def test_a_page_explains_every_label_of_the_summary(tmp_path):
     assert {label for label in labels if label not in shown} == set()
 
 
-def test_the_first_failed_rows_are_named_by_line_and_reason(tmp_path):
-    lines = ['{"prompt": "a"}', "", "no", '{"prompt": "b", "max_tokens": -1}', *['{"n": 1}'] * 3]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    command = [
-        "generate",
-        str(tmp_path / "in.jsonl"),
-        "-o",
-        str(tmp_path / "out.jsonl"),
-        "--num-kvcache-blocks",
-        "8",
-    ]
-    first = "the first in line 3: not JSON: Input data was truncated."
-    others = [
-        "               line 4: max_tokens is -1, allowed: 1 or more",
-        "               line 5: a line needs either 'prompt' or 'messages', this one has neither",
-    ]
-    stopping = ["--max-errors", "1", "--max-num-seqs", "1"]
-    for flags, num_failed, named in ((stopping, "1 of 1 row", []), (["--resume", "--all"], "5 of 6 rows", others)):
-        said = CliRunner().invoke(app, command + flags, catch_exceptions=False).stderr.splitlines()
-        assert f"{num_failed} failed, {first}" in said
-        assert [line for line in said if re.match(r"  .* line \d", line)] == named
-
-
 def test_a_reason_with_a_number_of_thousands_of_digits_is_cut_in_the_summary(tmp_path):
     number = "9" * 4000
     path = tmp_path / "in.jsonl"
