@@ -35,28 +35,6 @@ def as_json(*arguments):
     return json.loads(pagedcli("plan", *arguments, "--no-calibrate", "--format", "json").stdout)
 
 
-def test_the_first_line_is_the_answer_the_second_where_prompts_diverge_and_the_plan_fits_on_a_screen(tmp_path):
-    path = tmp_path / "clock.jsonl"
-    clock_chats(path)
-    shown = pagedcli("plan", path, "--no-calibrate").stdout.splitlines()
-    assert re.match(
-        r"(.* here: )?60 rows, 19,905 prompt tokens, 0\.0 % of them from the cache, 240 to generate", shown[0]
-    )
-    cure = r"59 of 60 prompts diverge at tokens? .* Moving the time behind the .* raises hits from 0.0 % to [89]\d\.\d"
-    assert re.match(cure, shown[1])
-    assert len(shown) <= 30
-    assert len(pagedcli("plan", path, "--no-calibrate", "--all").stdout.splitlines()) > 50
-
-
-def test_all_looks_at_what_memory_has_room_for(tmp_path, monkeypatch):
-    path = tmp_path / "clock.jsonl"
-    clock_chats(path)
-    monkeypatch.setattr("pagedcli.cli.plan.MOST_TOKENS_OF_ALL", 3_000)
-    [cure] = as_json(path, "--all")["cures"]
-    assert "drawn prompts diverge at token" in cure["text"]
-    assert " to at least " in cure["text"]
-
-
 def test_all_commands_say_the_same_after_their_answer(tmp_path):
     path, trace, page = tmp_path / "clock.jsonl", tmp_path / "run.jsonl", tmp_path / "page.html"
     clock_chats(path, 20)

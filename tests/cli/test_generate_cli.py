@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
-from conftest import shared_data
 
 from pagedcli.batch.fingerprint import run_fingerprint
 from pagedcli.batch.tokenizer import Tokenizer
@@ -67,17 +66,6 @@ def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_pa
     weights.write_bytes(struct.pack("<Q", 2**40))
     assert "model.safetensors" in pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1).stderr
     assert not list(out.parent.glob("out*"))
-
-
-def test_an_output_that_exists_is_refused_before_the_model_is_loaded(prompts, out):
-    out.write_text("precious\n")
-    result = pagedcli("generate", prompts, "-o", out, *FAST, expect=2)
-    assert "already exists" in result.stderr
-    assert "--overwrite" in result.stderr
-    assert "plan:" not in result.stderr
-    assert out.read_text() == "precious\n"
-    pagedcli("generate", prompts, "-o", out, *FAST, "--overwrite")
-    assert len(rows_of(out)) == 3
 
 
 def test_resume_without_a_journal_begins(prompts, out):
@@ -149,17 +137,6 @@ def test_nothing_from_the_input_steers_the_terminal(tmp_path):
 
 
 # ---------------------------------------------------------------------- looking inside
-
-
-def test_a_chat_without_a_template_is_an_error_row(tmp_path):
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    model = shared_data("stories260k")
-    (row,) = rows_of(pagedcli("generate", chat, "-m", model, *FAST, expect=3).stdout)
-    assert row["error"]["code"] == "no_chat_template"
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (row,) = rows_of(pagedcli("generate", chat, "-m", model, *FAST, "--chat-template", template).stdout)
-    assert row["error"] is None
 
 
 def test_stdin_is_read_as_bytes_not_as_text(monkeypatch):

@@ -160,31 +160,6 @@ def test_percentiles():
 # ---------------------------------------------------------------------- the command
 
 
-def test_bad_rows_are_told_with_their_lines_and_the_rest_is_planned():
-    lines = [
-        '{"id": "a", "prompt": "The fox sleeps."}',
-        "not json",
-        "",
-        '{"id": "a", "prompt": "again"}',
-        '{"prompt": ""}',
-        '{"id": "b", "prompt": [5, 6], "max_tokens": 5000}',
-        '{"id": "c", "messages": [{"role": "user", "content": "Hello"}], "unknown": 1}',
-        '{"id": "d", "prompt": "Yes or no?", "regex": "yes|no"}',
-        '{"id": "e", "prompt": "Yes or no?", "regex": "(yes|no"}',
-    ]
-    found = as_json("-", stdin="\n".join(lines), expect=3)
-    assert (found["num_rows"], found["num_valid_rows"], found["num_bad_rows"]) == (8, 3, 5)
-    assert [(row["line"], row["code"]) for row in found["bad_rows"]] == [
-        (2, "invalid_json"),
-        (4, "duplicate_id"),
-        (5, "empty_prompt"),
-        (6, "context_length_exceeded"),
-        (9, "invalid_regex"),
-    ]
-    assert found["ignored_fields"] == {"unknown": 1}
-    assert found["num_kvcache_blocks"] > 0
-
-
 def test_max_tokens_of_the_default_are_lowered_to_the_model_length_and_a_flag_is_not():
     line = json.dumps({"prompt": [5] * 2000})
     assert as_json("-", stdin=line)["num_output_tokens"] == 48  # the built-in model ends at 2,048 tokens

@@ -144,11 +144,6 @@ def test_explain_has_the_lookups_of_the_command(trace, path):
     assert "<table>" in trace.explain()._repr_html_()
 
 
-def test_pictures_of_the_whole_run(trace):
-    for picture in (trace.life("request-9"), trace.tree(), trace.waste(12)):
-        ET.fromstring(picture._repr_svg_())
-
-
 def test_a_film_plays_in_a_browser_without_a_server(trace, tmp_path, chromium):
     film = trace.play(0, 20)
     page = tmp_path / "film.html"

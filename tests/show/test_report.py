@@ -144,18 +144,6 @@ def test_a_long_run_is_drawn_in_groups_and_says_so(tmp_path, monkeypatch):
     assert len(data["frames"]) == len(data["columns"]["used"]) + 1
 
 
-def test_the_last_group_ends_with_the_last_step(tmp_path, monkeypatch, chromium):
-    monkeypatch.setattr("pagedcli.show.report.MAX_FRAMES", 13)
-    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
-    path, data = tmp_path / "report.html", page_data(page)
-    assert data["numSteps"] % data["group"]
-    script = "return [stepName(numFrames - 2), stepName(numFrames - 1)];"
-    path.write_bytes(with_script(page, script))
-    last, end = probe_of(chromium(path))
-    assert last.endswith(f"-{data['firstStep'] + data['numSteps'] - 1}")
-    assert end == "the end"
-
-
 @pytest.fixture
 def chromium(tmp_path):
     """Loads a page in headless Chromium and returns its DOM once the script has run."""
@@ -370,21 +358,6 @@ def test_the_map_shows_the_groups_of_layers_by_number_alone_and_in_a_table(tmp_p
     for block_id, words in found["words"]:
         assert f", {block_group_words(state, block_id)}" in words
     assert f", group {groups[found['block']]}" in found["story"]
-
-
-def test_a_model_whose_layers_are_alike_has_no_groups_on_its_page(tmp_path, chromium):
-    path = tmp_path / "report.html"
-    script = """
-      setFrame(20); selectBlock([...tables][0][1][0]);
-      const words = ["map-note", "block-words", "block-story", "engine"].map(id => $(id).textContent).join(" ");
-      return { hidden: [$("colour-choice").hidden, $("groups-section").hidden], words };
-    """
-    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
-    assert page_data(page)["groups"] == []
-    path.write_bytes(with_script(page, script))
-    found = probe_of(chromium(path))
-    assert found["hidden"] == [True, True]
-    assert "group" not in found["words"]
 
 
 def blocks_of(text):

@@ -4,8 +4,7 @@ import json
 import re
 
 import pytest
-from cli_harness import pagedcli
-from harness.core import EventList, Simulation, write
+from harness.core import EventList, Simulation
 
 import pagedcli.events as ev
 from pagedcli.show.data_files import DataFiles
@@ -145,20 +144,3 @@ def test_a_snapshot_that_made_room_is_known_as_dropped():
     explainer, _ = explain_trace(EventList(events))
     assert [use.dropped_step is not None for use in explainer.snapshots] == [True, True, False]
     assert [use.seq_id for use in explainer.snapshots] == [0, 1, 2]
-
-
-def test_commands_show_slots_and_snapshots(events, tmp_path):
-    trace = write(tmp_path / "run.jsonl", events)
-    shown = pagedcli("explain", trace, "--all", columns=200).stdout
-    assert "Snapshots of recurrent state: " in shown
-    assert "the interval of --checkpoints" in shown
-    shown = pagedcli("trace", trace, "--step", "3", columns=200).stdout
-    assert "Slots of recurrent state" in shown
-    assert "4 state slots of" in shown
-    pagedcli("explain", trace, "-o", tmp_path / "run.html")
-    assert '"snapshots":[[' in (tmp_path / "run.html").read_text()
-    pagedcli("trace", trace, "--export", "perfetto", "-o", tmp_path / "run.json")
-    counters = [each for each in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if each["ph"] == "C"]
-    assert {"in use", "idle snapshots", "empty"} == set(
-        next(each["args"] for each in counters if each["name"] == "state slots")
-    )

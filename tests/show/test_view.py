@@ -118,31 +118,6 @@ def test_one_step_as_json():
     assert (seq["block_table"], seq["ref_counts"], seq["num_computed_tokens"]) == ([0, 1], [1, 1], 6)
 
 
-def test_the_reason_of_a_waiting_sequence_is_shown():
-    moment = moment_of(60, max_num_seqs=2, steps=3)
-    out = console(140)
-    print_step_tables(moment, out, out.width)
-    assert "not scheduled: sequence limit (2 run)" in printed(out)
-    assert "place 2 in the queue" in printed(out)
-
-
-def test_a_preemption_in_words():
-    lines = []
-    moment = Moment()
-    fold = pool_fold(moment)
-
-    def emit(event):
-        fold(event)
-        if (words := describe(event, moment.state.step_number, moment.state)) and " preempt " in words:
-            lines.append(words)
-
-    sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
-    for index in range(3):
-        sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
-    sim.run()
-    assert lines == ["step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1"]
-
-
 def test_text_from_requests_cannot_steer_the_terminal():
     moment = Moment()
     sim = Simulation(8, 2, emit=pool_fold(moment))
@@ -156,20 +131,6 @@ def test_text_from_requests_cannot_steer_the_terminal():
     moment.state.seqs[0].row_id = evil
     for event in (RequestRefused(evil, "c", evil, evil), RequestAdded(0, evil, 0, 1, 1, False, row_id=evil)):
         assert "\x1b" not in describe(event, 1, moment.state)
-
-
-def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():
-    out = console(100)
-    with PlainView(out) as view:
-        sim = Simulation(8, 2, emit=view.on_event, max_num_seqs=3, max_num_batched_tokens=64)
-        for index in range(3):
-            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
-        sim.run()
-    text = printed(out)
-    assert "\x1b" not in text
-    assert "step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1" in text
-    assert "in use 0 (0 shared) + cached " in text
-    assert "idle: nothing is in use, ok" in text
 
 
 def test_events_that_contradict_each_other_end_the_view_not_the_run():

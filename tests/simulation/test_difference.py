@@ -254,20 +254,3 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     bad = tmp_path / "d.jsonl"
     bad.write_text(before.read_text() + "{}\n")
     assert pagedcli("diff", before, bad, *flags, expect=3)
-
-
-def test_csv_has_the_causes(tmp_path):
-    record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
-    both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
-    lines = pagedcli("diff", *both, "--format", "csv").stdout.splitlines()
-    assert lines[0].split(",")[:2] == ["cause", "hit_rate"]
-    assert len(lines) == 1
-
-
-def test_two_kinds_of_files_are_refused(tmp_path):
-    record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
-    prompts = prompt_file(tmp_path / "p.jsonl", [("r", [5])])
-    refused = pagedcli("diff", tmp_path / "a.jsonl", prompts, expect=2).stderr
-    assert "compare two traces or two prompt files" in refused
-    both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
-    assert "only for prompt files" in pagedcli("diff", *both, "--block-size", "8", expect=2).stderr

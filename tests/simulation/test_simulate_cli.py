@@ -1,12 +1,10 @@
 """`pagedcli simulate` as a person meets it: tables, JSON, flags that do not go together."""
 
 import json
-import random
 import re
 import sys
 from pathlib import Path
 
-import planted_prompts as planted
 import pytest
 from cli_harness import pagedcli
 from test_trace_formats import write
@@ -64,39 +62,6 @@ def test_the_table_says_what_the_json_says(trace):
     assert all(title in more for title in ("Trace (mooncake)", "by pool size, lru"))
 
 
-def test_the_first_line_names_pools_that_hit_what_it_says(trace):
-    first = simulate(trace, "--pool", "22").stdout.splitlines()[0]
-    here, blocks, rate = re.match(
-        r"22 blocks find (\S+) % of the prompt tokens; (\d+) blocks find (\S+) %, ", first
-    ).groups()
-    for num_blocks, said in (("22", here), (blocks, rate)):
-        found = as_json(trace, "--pool", num_blocks)
-        [row] = found["pools"]
-        assert row["num_refused"] == 0
-        assert f"{100 * row['hit_rate_tokens']:.1f}" == said
-        assert found["enough"]["num_blocks"] == int(blocks)
-    assert row["hit_rate_tokens"] >= found["unlimited_hit_rate"] - 0.01
-
-
-@pytest.mark.parametrize("pool", [None, "6", "18"])
-def test_no_pool_of_the_examples_is_called_enough_that_refuses_rows_or_finds_less(pool):
-    prompts = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
-    flags = () if pool is None else ("--pool", pool)
-    enough = json.loads(pagedcli("simulate", prompts, *flags, "--format", "json").stdout)["enough"]
-    found = json.loads(pagedcli("simulate", prompts, "--pool", enough["num_blocks"], "--format", "json").stdout)
-    assert found["pools"][0]["num_refused"] == 0
-    assert found["pools"][0]["hit_rate_tokens"] == enough["hit_rate"] >= found["unlimited_hit_rate"] - 0.01
-
-
-def test_the_first_line_says_where_a_cache_has_no_benefit(tmp_path):
-    alone = [{"timestamp": n, "input_length": 4, "output_length": 5, "hash_ids": [n]} for n in range(9)]
-    first = simulate(write(tmp_path / "alone.jsonl", alone), "--pool", "30").stdout.splitlines()[0]
-    assert first == (
-        "30 blocks find 0.0 % of the prompt tokens; the prompts share almost nothing as they are: an unlimited cache"
-        " finds 0.0 %."
-    )
-
-
 def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
     prompts = [
         {"prompt": [5] * 48 + [20 + n] * 8, "max_tokens": 2, "cache_salt": f"user {n}", "ignore_eos": True}
@@ -109,19 +74,6 @@ def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
     own, recorded = (json.loads(pagedcli("simulate", each, "--pool", "64", "--format", "json").stdout)
                      for each in (path, run))  # fmt: skip
     assert own["pools"][0]["hit_rate_tokens"] == recorded["pools"][0]["hit_rate_tokens"] == 0
-
-
-def test_where_prompts_diverge_comes_after_the_answer(tmp_path):
-    rows = [{"prompt": f"It is 9:{10 + n}. {planted.words(random.Random(1), 90)}", "max_tokens": 2} for n in range(12)]
-    first, second = pagedcli("simulate", write(tmp_path / "clock.jsonl", rows)).stdout.splitlines()[:2]
-    assert "of the prompt tokens" in first
-    assert "prompts diverge at token" in second
-    assert "moving the time behind the " in second.lower()
-
-
-def test_the_hit_rate_is_drawn_over_the_size_of_the_pool_for_readers_only(trace):
-    assert "Hit rate of the prompts' tokens by pool size" in simulate(trace, "--all").stdout
-    assert "curve" not in as_json(trace)
 
 
 def test_every_policy_is_a_row(trace):
@@ -158,13 +110,6 @@ def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(t
     assert not any("assumed" in note for note in found["notes"])
     engines = [next(iter(TraceReader(path))).max_num_batched_tokens for path in (trace, recorded)]
     assert engines == [512, 512]
-
-
-def test_the_limits_of_a_foreign_trace_are_named_as_assumed(trace):
-    assumed = "assumed: up to 256 sequences and 2,048 tokens per step ("
-    assert any(note.startswith(assumed) for note in as_json(trace, "--pool", "30")["notes"])
-    for flags in (("--max-num-batched-tokens", "512"), ("--no-schedule",)):
-        assert not any("assumed" in note for note in as_json(trace, "--pool", "30", *flags)["notes"])
 
 
 def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
