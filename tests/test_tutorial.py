@@ -41,11 +41,3 @@ def test_twelve_commands_lead_to_the_answer():
 @pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command[:40] for command, _ in BLOCKS])
 def test_a_command_prints_what_the_tutorial_shows(printed, command, shown):
     assert pattern(shown).fullmatch(printed[command]), f"pagedcli {command} printed\n{printed[command]}\nnot\n{shown}"
-
-
-def test_a_difference_is_found():
-    shown = "a\n...\nb ... c\n"
-    assert pattern(shown).fullmatch("a\nx\ny\nb 1 c  \n")
-    assert pattern(shown).fullmatch("a\nb 1 c\n")
-    assert not pattern(shown).fullmatch("a\nb 1 d\n")
-    assert not pattern(shown).fullmatch("a\nb 1 c\nmore\n")

@@ -119,14 +119,6 @@ def test_a_server_that_works_and_sends_no_event_is_said_to():
     assert "check that the server publishes KV events there" in said.stderr
 
 
-@pytest.mark.parametrize("content", ["", "\x00", "nonsense {{{", 'vllm:num_requests_running{a="} 1'])
-def test_a_metrics_page_that_is_none_does_no_harm(publisher, content):
-    with page(content) as url:
-        document = json.loads(attached(publisher, "--format", "json", "--metrics", url).stdout)
-    assert document["metrics"] == []
-    assert document["num_batches"] == 3
-
-
 @pytest.mark.long
 def test_after_a_message_over_the_limit_it_connects_again_and_says_so():
     with PublisherSocket(LOOPBACK) as socket, ThreadPoolExecutor(1) as pool:
@@ -207,13 +199,6 @@ def test_names_from_the_network_cannot_steer_the_terminal(tmp_path):
     said = pagedcli("attach", path).stdout
     assert not set("\x1b\x07\u202e") & set(said)
     assert "owned" in said
-
-
-def test_wrong_usage_is_said_with_exit_code_2(publisher, tmp_path):
-    assert "--record" in attached_error(publisher, "--tokens")
-    assert "URL" in attached_error(publisher, "--metrics", "localhost:8000")
-    assert "not named like a recording" in attached_error(publisher, "--record", tmp_path / "events.txt")
-    assert "is a recording" in pagedcli("attach", tmp_path / "e.jsonl", "--topic", "kv", expect=2).stderr
 
 
 def test_generate_publishes_its_prefix_cache(tmp_path):

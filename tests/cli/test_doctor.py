@@ -108,17 +108,6 @@ def test_every_family_that_people_ask_for_is_judged_by_its_config_alone(family, 
     assert facts.keys() >= {"parameters", "weights", "cache", "speed"}
 
 
-def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeypatch):
-    from pagedcli.native import processor
-    from pagedcli.runner.inspection import instruction_notes
-
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"}))
-    notes = instruction_notes()
-    assert "matrix instructions of the processor: amx_tile, avx512_fp16, fma" in notes[0]
-    assert len(notes) == 1 or notes[1].startswith("native library: ")
-    assert len(notes) == 1 or ("bfloat16 by" in notes[2] and "not used: avx512_fp16" in notes[2])
-
-
 def test_a_wrong_cache_fails_the_look_ups(monkeypatch):
     """Only the first cached block is given out, again and again. (Swapped ones do no harm: K knows its position.)"""
     sound = BlockManager.lookup

@@ -35,25 +35,6 @@ def as_json(*arguments):
     return json.loads(pagedcli("plan", *arguments, "--no-calibrate", "--format", "json").stdout)
 
 
-def test_all_commands_say_the_same_after_their_answer(tmp_path):
-    path, trace, page = tmp_path / "clock.jsonl", tmp_path / "run.jsonl", tmp_path / "page.html"
-    clock_chats(path, 20)
-    flags = ("--max-tokens", "1", "--num-kvcache-blocks", "48", "--max-num-seqs", "2")
-    said = pagedcli("generate", path, *flags, "--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl").stderr
-    cure = said.splitlines()[-2]  # above the place of the rows
-    assert re.match(r"19 of 20 prompts diverge at token.*Moving the time behind the ", cure)
-    assert told_of_recording(trace)[0] == cure, "the application"
-    for command in (("explain", trace), ("plan", path, "--no-calibrate", *flags)):
-        assert pagedcli(*command).stdout.splitlines()[1] == cure
-    pagedcli("explain", trace, "-o", page)
-    assert json.loads(re.search(r'"verdicts":(\[.*?\]),"', page.read_text(encoding="utf-8"))[1])[0] == cure
-    first, second, *_ = pagedcli("simulate", trace).stdout.splitlines()
-    assert "an unlimited cache finds 0.0 %" in first
-    assert second == cure
-    assert "prompts diverge at token" not in pagedcli("explain", trace, "--request", "3").stdout
-    assert cure in pagedcli("trace", path, "--dump-kv", *flags).stderr
-
-
 def test_the_hits_that_a_change_of_the_prompts_promises_are_those_of_a_run_of_the_changed_prompts(tmp_path):
     """The time is moved behind the library by hand, within its message."""
     path, moved = tmp_path / "clock.jsonl", tmp_path / "moved.jsonl"

@@ -56,18 +56,6 @@ def test_private_ids_are_in_no_byte_of_the_trace(folder):
     assert "seq 1" in pagedcli("trace", trace, "--follow", "1").stdout
 
 
-def test_an_unknown_id_is_an_error_with_the_nearest_in_every_command(folder):
-    trace, prompts = folder / "named.jsonl", folder / "p.jsonl"
-    for command in (
-        ("trace", trace, "--follow"), ("trace", trace, "--step", "0", "--follow"), ("explain", trace, "--request"),
-        ("trace", prompts, *FAST, "--follow"),
-    ):  # fmt: skip
-        refused = pagedcli(*command, "code-Tavec", expect=2)
-        assert "there is no request 'code-Tavec' in " in refused.stderr
-        assert "nearest: code-Tavek" in refused.stderr
-        assert refused.stdout == ""
-
-
 def test_following_a_live_run(folder):
     out = pagedcli("trace", folder / "p.jsonl", *FAST, "--dump-kv", "--follow", "code-Tavek").stdout
     assert re.search(r"Prefix lookups of this step\n(.*\n)+? +1 +code-Tavek +new ", out)

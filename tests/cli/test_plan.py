@@ -160,27 +160,6 @@ def test_percentiles():
 # ---------------------------------------------------------------------- the command
 
 
-def test_max_tokens_of_the_default_are_lowered_to_the_model_length_and_a_flag_is_not():
-    line = json.dumps({"prompt": [5] * 2000})
-    assert as_json("-", stdin=line)["num_output_tokens"] == 48  # the built-in model ends at 2,048 tokens
-    assert as_json("-", "--max-tokens", 48, stdin=line)["num_output_tokens"] == 48
-    found = as_json("-", "--max-tokens", 49, stdin=line, expect=3)
-    assert found["bad_row_codes"] == {"context_length_exceeded": 1}
-
-
-def test_token_ids_outside_the_vocabulary_are_bad_rows():
-    lines = "".join(json.dumps({"prompt": [token_id], "max_tokens": 2}) + "\n" for token_id in (2**63, 10**6, 5))
-    found = as_json("-", stdin=lines, expect=3)
-    assert [row["code"] for row in found["bad_rows"]] == ["invalid_token_id"] * 2
-    assert found["num_valid_rows"] == 1
-
-
-def test_a_missing_field_is_a_bad_row():
-    lines = '{"question": ["one two three", "four"]}\n{"other": 1}\n'
-    found = as_json("-", "--field", "question", stdin=lines, expect=3)
-    assert (found["num_valid_rows"], found["bad_rows"][0]["message"]) == (1, "no field 'question'")
-
-
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
     reason = "an NVIDIA driver (470.82.01) is loaded, but it is too old for this torch"
     monkeypatch.setattr("pagedcli.planning.machine.unseen_gpu", lambda: reason)
@@ -206,13 +185,6 @@ def test_shared_texts_name_lines_and_both_ends_on_one_line():
     assert as_json("-", stdin='{"prompt": "The fox"}')["shared_prefixes"] == []
 
 
-def test_several_prompts_of_a_line_name_it_once():
-    question = "Once upon a time there was a llama "
-    line = json.dumps({"prompt": [question + "here", question + "there"]})
-    (row,) = as_json("-", stdin=line)["shared_prefixes"]
-    assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (2, [1], 0)
-
-
 @pytest.mark.long
 def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
     line = json.dumps({"prompt": [5] * 40})
@@ -223,9 +195,3 @@ def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
     found = as_json("-", "--config", path, stdin=line)
     assert found["num_valid_rows"] == 1
     assert "flash" in found["engine"][0]["value"]
-
-
-def test_a_tokenizer_that_is_not_there_is_refused_and_not_looked_up_on_the_hub(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    said = plan(tmp_path / "in.jsonl", "--tokenizer", tmp_path / "absent", expect=2).stderr
-    assert f"--tokenizer: there is no folder {tmp_path}/absent" in said

@@ -48,9 +48,3 @@ def test_the_first_answer_goes_to_stderr_before_the_file_is_read_and_the_rest_is
     assert shown.stderr.count("spread over the file") == 1
     assert "estimate from" not in shown.stderr
     assert json.loads(shown.stdout)["num_rows"] == 12_000
-
-
-def test_a_short_file_is_planned_whole(tmp_path):
-    path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "The fox"}\n' * 30)
-    assert "spread over" not in pagedcli("plan", path, "--no-calibrate").stderr

@@ -5,11 +5,8 @@ import re
 
 import pytest
 from cli_harness import pagedcli
-from quick import slow_but
 
 from pagedcli.bench.spread import Busy, BusyWatch
-
-TIGHT = ("--num-kvcache-blocks", "8", "--max-num-seqs", "6")
 
 
 @pytest.fixture
@@ -63,18 +60,6 @@ def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, tmp_p
     assert warns == [True, False, False]
 
 
-@pytest.mark.parametrize("flags", slow_but((TIGHT,), (TIGHT, (*TIGHT, "--reorder", "prefix"), ("--block-size", "4"))))
-def test_the_counts_are_those_of_generate_with_the_same_flags(many, tmp_path, flags):
-    summary = tmp_path / "summary.json"
-    pagedcli("generate", many, "-o", tmp_path / "out.jsonl", "--summary-json", summary, *flags)
-    run, found = json.loads(summary.read_text()), forecast_of(many, *flags)
-    same = ("steps", "preemptions", "recomputed_tokens", "cached_tokens", "generated_tokens", "kv_blocks_peak")
-    assert {name: found[name] for name in same} == {name: run[name] for name in same}
-    assert (run["preemptions"] > 0) == (flags[:4] == TIGHT)
-    assert found["seconds_low"] < found["seconds"] < found["seconds_high"]
-    assert found["seconds"] == pytest.approx(sum(found["seconds_by_part"].values()))
-
-
 @pytest.mark.long
 def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     out = tmp_path / "out.jsonl"
@@ -85,14 +70,3 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     assert forecast_of(many, "--expected-output", "9999")["generated_tokens"] == generated
     result = pagedcli("plan", many, "--outputs", out, "--expected-output", "5", expect=2)
     assert "--expected-output and --outputs both set the output lengths" in result.stderr
-
-
-def test_beams_are_left_out_and_counted(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "Hello"}\n{"prompt": "Hello", "beam_width": 2, "temperature": 0}\n')
-    assert ", without 1 row of beam search." in pagedcli("plan", path, "--all").stdout
-
-
-def test_an_output_that_is_not_there_is_called_one(prompts):
-    result = pagedcli("plan", prompts, "--no-calibrate", "--outputs", prompts.parent / "none.jsonl", expect=2)
-    assert "cannot read the output" in result.stderr

@@ -5,18 +5,8 @@ import io
 import json
 
 import pytest
+from cli_harness import pagedcli
 from harness.core import simulated, write
-from typer.testing import CliRunner
-
-from pagedcli.cli.main import app
-
-
-def pagedcli(*arguments, expect=0):
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +17,6 @@ def events():
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory, events):
     return write(tmp_path_factory.mktemp("cli") / "run.jsonl.zst", events)
-
-
-def test_export_for_perfetto(trace, tmp_path):
-    path = tmp_path / "run.json"
-    pagedcli("trace", trace, "--export", "perfetto", "-o", path)
-    to_stdout = pagedcli("trace", trace, "--export", "perfetto").stdout
-    assert json.loads(path.read_bytes()) == json.loads(to_stdout)
-    assert json.loads(to_stdout)["traceEvents"]
-
-
-def test_the_old_name_works_and_says_the_new_one(trace):
-    old, new = (pagedcli(name, trace, "--check") for name in ("replay", "trace"))
-    assert old.stdout == new.stdout
-    assert "note: pagedcli replay is pagedcli trace now" in old.stderr
-    assert "replay" not in pagedcli("--help").stdout
 
 
 def test_csv_holds_one_table(trace):

@@ -159,21 +159,6 @@ def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
     assert said["plan"] in said["generate"]
 
 
-@pytest.mark.long
-def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
-    here = replace(machine.this_machine(), missing=NO_COMPILER)
-    for module in (machine, loading):
-        monkeypatch.setattr(module, "this_machine", lambda **_: here)
-    plan = LLMEngine(EngineConfig(device="cpu", num_kvcache_blocks=8)).plan
-    examined = json.loads(pagedcli("doctor", "--device", "cpu", "--format", "json").stdout)
-    shown = {row["what"]: row["value"] for row in reversed(examined["engine"])}
-    assert (shown["attention"], shown["dtype"], shown["not used"]) == (plan.backend, plan.dtype, plan.refused[0])
-    path = tiny_model("qwen3", tmp_path / "m")
-    flags = ["-m", path, "--dtype", "float32", "--attention-backend", "sdpa", "--quantization", "int8"]
-    refused = pagedcli("bench", "--num-prompts", "1", *flags, expect=2).stderr
-    assert "no decoder runs Qwen3ForCausalLM with weights int8" in refused
-
-
 @pytest.mark.parametrize("there", [gpu_machine(gib=1), replace(gpu_machine(), gpus=(), available_bytes=GIB)])
 def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
     endless = replace(spec, max_position_embeddings=2**40)

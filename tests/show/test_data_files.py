@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import re
+import resource
 import tracemalloc
 
 import pyarrow.parquet as pq
@@ -228,18 +229,20 @@ def test_files_appear_complete_or_not_at_all(tmp_path):
     assert next_part(tmp_path / "kv.csv") == tmp_path / "kv.part2.csv"
 
 
-def test_a_full_disk_ends_the_dump_and_close_says_so(tmp_path, monkeypatch):
+@pytest.fixture
+def full_disk():
+    """No file can be written beyond its first byte."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_ends_the_dump_and_close_says_so(tmp_path):
     files = DataFiles(tmp_path / "kv.jsonl")
-    files.write("steps", [])
-    files.write("blocks", [])
-
-    def full(rows):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files._rows["blocks"], "write", full)
-    files.write("blocks", [(1,)])
-    files.write("steps", [])
-    with pytest.raises(PagedcliError, match="No space left on device"):
+    random_run(1, pool_fold(StepRows(files.write, ALL)))
+    with pytest.raises(PagedcliError, match="File too large"):
         files.close()
     assert list(tmp_path.iterdir()) == []
 

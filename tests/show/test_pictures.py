@@ -282,25 +282,6 @@ def test_a_picture_of_a_step_is_written_and_not_replaced(trace, tmp_path):
     assert "prefers-color-scheme" not in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--picture", "pool.pdf", "--step", 1], "its name must end in .svg, .png or .gif"),
-        (["--picture", "pool.svg"], "--step N chooses it"),
-        (["--picture", "pool.svg", "--steps", "1-9"], "--steps A-B needs a .gif"),
-        (["--picture", "pool.svg", "--step", 99_999], "has no step 99999: the last one is"),
-        (["--picture", "life.svg", "--of", "request"], "needs --follow"),
-        (["--picture", "tree.svg", "--of", "prefixes", "--step", 3], "shows the whole run"),
-        (["--picture", "pool.svg", "--step", 1, "--check"], "--picture can be combined only with"),
-        (["--of", "waste", "--step", 1], "--of needs --picture"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(trace, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in pagedcli("trace", trace, *arguments, expect=2, columns=200).stderr
-    assert not list(tmp_path.iterdir())
-
-
 COMMANDS = re.findall(
     r"^pagedcli ((?:trace|simulate) run[^\n#]*?--picture[^\n#]*?)(?: *#.*)?$",
     PAGE.read_text(encoding="utf-8"),

@@ -176,13 +176,6 @@ def test_the_plants_change_something():
         assert any(each[cause]["hit_rate"] for each in parts if cause in each), cause
 
 
-def test_equal_runs_show_nothing(tmp_path):
-    run = planted(requests_of(random.Random(0)), ())
-    found, _ = compared(tmp_path, run, run)
-    assert (found.parts, set(found.change.values())) == ({}, {0})
-    assert sentence(found).endswith("in both runs: nothing differs.")
-
-
 def test_the_answer_names_the_cause_and_what_differs(tmp_path):
     base = requests_of(random.Random(4))
     found, facts = compared(tmp_path, planted(base, ()), planted(base, ("small pool",)))

@@ -76,15 +76,6 @@ def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
     assert own["pools"][0]["hit_rate_tokens"] == recorded["pools"][0]["hit_rate_tokens"] == 0
 
 
-def test_every_policy_is_a_row(trace):
-    policies = ["lru", "fifo", "lfu", "prefix-lru", "next-use"]
-    found = as_json(trace, "--pool", "30", "--policy", ",".join(policies))["pools"]
-    assert [row["policy"] for row in found] == policies
-    refused = simulate(trace, "--policy", "lru,fifo", "--no-schedule", expect=2).stderr
-    assert "--no-schedule leaves out every policy but lru" in refused
-    assert "unknown policy 'mru'" in simulate(trace, "--policy", "mru", expect=2).stderr
-
-
 def test_a_policy_more_than_there_are_markers_is_in_the_picture(trace, tmp_path, monkeypatch):
     for name in ("sixth", "seventh"):
         monkeypatch.setitem(POLICIES, name, Fifo)
@@ -124,23 +115,9 @@ def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
     )
 
 
-def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):
-    """Prompts of less than a block have no unique blocks, yet each default pool holds the longest request."""
-    path = write(tmp_path / "in.jsonl", [{"prompt": [5, 6, 7], "max_tokens": 40} for _ in range(3)])
-    by_default = json.loads(pagedcli("simulate", path, "--format", "json").stdout)
-    assert [row["num_refused"] for row in by_default["pools"]] == [0]
-    document = json.loads(pagedcli("simulate", path, "--pool", "1", "--format", "json").stdout)
-    assert document["answer"][0].startswith("3 requests do not fit into 1 block (32.0 KiB); all fit into 3 blocks")
-    assert document["cures"] == []
-    assert document["enough"]["num_blocks"] == by_default["pools"][0]["pool_blocks"]
-
-
-def test_memory_sizes_need_a_model_and_are_the_same_pools(trace):
+def test_memory_sizes_are_the_same_pools(trace):
     found = as_json(trace, "--pool", "1MiB", "-m", "builtin")
     assert found["pools"][0]["pool_blocks"] == 2**20 // found["block_bytes"]
-    assert "needs the bytes of a block" in simulate(trace, "--pool", "1MiB", expect=2).stderr
-    assert "is not a pool size" in simulate(trace, "--pool", "much", expect=2).stderr
-    assert "must be 1 to" in simulate(trace, "--pool", "0", expect=2).stderr
 
 
 def test_arrivals_by_time_wait_less_than_all_at_once(trace):
@@ -151,41 +128,6 @@ def test_arrivals_by_time_wait_less_than_all_at_once(trace):
     assert in_time["total_s"] > 118 > at_once["total_s"]
     faster = as_json(trace, *flags, "--speed", "1000")["pools"][0]
     assert faster["total_s"] < in_time["total_s"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--speed", "1"], "--speed needs the time of a step"),
-        (["--calibrated", "--step-ms", "5"], "both set the time"),
-        (["--warmup", "1"], "--warmup 1.0 leaves no request to count"),
-        (["--partial-blocks"], "needs --no-schedule"),
-        (["--no-schedule", "--step-ms", "5"], "simulates no time"),
-        (["--output-tokens", "9-3"], "--output-tokens is"),
-        (["--pool", "10,20", "--record", "x.jsonl"], "one pool and policy"),
-        (["--outputs", "absent"], "cannot read"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(trace, flags, message):
-    said = simulate(trace, *flags, expect=2).stderr
-    assert message in said
-    assert "--gpu-memory" not in said, "a flag of another command"
-
-
-def test_a_trace_without_times_cannot_arrive_by_time(tmp_path):
-    trace = write(tmp_path / "t.jsonl", [{"block_size": 4, "hash_ids": [1], "input_length": 4}])
-    result = pagedcli("simulate", trace, "--speed", "1", "--step-ms", "5", expect=2)
-    assert "this trace has no times" in result.stderr
-
-
-def test_requests_larger_than_the_pool_are_refused_and_counted(trace):
-    text = simulate(trace, "--pool", "15").stdout
-    assert re.match(r"\d+ requests do not fit into 15 blocks; \d+ blocks find ", text)
-    assert "preempted  refused" in text
-    row = as_json(trace, "--pool", "15")["pools"][0]
-    assert row["num_refused"] > 0
-    assert list(row["refusals"]) == ["kv_cache_exceeded"]
-    assert as_json(trace, "--pool", "1", "--max-num-seqs", "2")["pools"][0]["num_refused"] == 60
 
 
 def test_bad_lines_give_exit_code_3_and_their_places(tmp_path):
@@ -252,13 +194,6 @@ def test_what_to_change_is_about_the_smallest_pool_and_leaves_the_pool_to_the_fi
     assert all(each["kind"] != "pool" for each in document["cures"])
     assert all(each["hit_rate"] == document["pools"][0]["hit_rate_tokens"] for each in document["cures"])
     assert "--num-kvcache-blocks" not in simulate(trace, "--pool", "22,200", "--all").stdout.split("\n\n")[0]
-
-
-def test_rows_with_beams_are_counted_and_named(tmp_path):
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a", "beam_width": 2}, {"prompt": "b", "max_tokens": 2}])
-    found = json.loads(pagedcli("simulate", prompts, "--pool", "10", "--format", "json", expect=3).stdout)
-    assert found["num_requests"] == 1
-    assert found["bad_lines"][0]["reason"] == "beam search, which simulate does not model"
 
 
 @pytest.mark.long

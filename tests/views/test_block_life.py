@@ -133,14 +133,3 @@ def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):
     assert run("explain", path, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,group,since")
     empty = json.loads(run("trace", path, "--block", "27", "--step", "0", "--format", "json").stdout)
     assert (empty["state"], empty["group"]) == ("empty", None)
-
-
-def test_where_all_layers_are_alike_no_group_is_named(trace):
-    assert "group" not in run("explain", trace, "--block", "3").stdout + run("trace", trace, "--block", "3").stdout
-
-
-def test_what_is_refused(trace):
-    assert "has blocks 0 to 13" in run("trace", trace, "--block", "14", expect=2).stderr
-    assert "has no step 9999" in run("trace", trace, "--block", "1", "--step", "9999", expect=2).stderr
-    assert "only with --step and --format" in run("trace", trace, "--block", "1", "--check", expect=2).stderr
-    assert "cannot be combined" in run("explain", trace, "--block", "1", "--lookups", expect=2).stderr
