@@ -4,9 +4,7 @@ import itertools
 
 import pytest
 
-from pagedcli.audit.answers import Answer, AnswerChoice
-from pagedcli.audit.plan import CHECKS, MAX_NEW, Ask, ProbePrompts, Target, plan, shared_length
-from pagedcli.audit.run import Seen, _whole_words
+from pagedcli.audit.plan import CHECKS, MAX_NEW, ProbePrompts, Target, plan, shared_length
 
 TARGET = Target(38, unit=16, smallest=16, bypass="salt", isolates=True)
 
@@ -91,19 +89,3 @@ def test_each_wave_of_pressure_is_twice_the_one_before():
     assert waves[-1] in (2 * waves[-2], 2 * waves[-2] + 1)
     asks = probe.asks()
     assert all(asks[pair.cold] == asks[pair.warm] for pair in probe.pairs)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "taken"),
-    [
-        ((" one", " two", " six"), (" one", " two")),  # as many as the probe asks for
-        ((" one", "self", " two"), (" one",)),
-        (("ly", " one"), ()),
-        ((" \u0648", " one"), ()),
-        ((" one", ","), (" one",)),
-        ((), ()),
-    ],
-)
-def test_only_whole_words_of_an_answer_become_part_of_a_prompt(tokens, taken):
-    first = Seen("resume", Ask((0,)), 0, True, Answer((AnswerChoice("", tokens),), 1, 0, None, None, 1.0))
-    assert _whole_words(Ask((0,), after=(0, 2)), [first]) == taken

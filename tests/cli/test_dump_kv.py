@@ -5,8 +5,6 @@ import json
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 
-from pagedcli.cli.dump_kv import with_value
-
 TABLES = ("steps", "sequences", "blocks", "lookups")
 
 
@@ -49,47 +47,10 @@ def test_a_bare_flag_takes_no_prompts_file_for_its_own(run):
         ("generate", "-o", "/dev/null", *FAST, "--dump-kv", given),
         ("trace", "--dump-kv", given, *FAST),
         ("trace", "--dump-kv", run / "run.jsonl"),
+        ("trace", "--dump-kv", "--", run / "run.jsonl"),
     ):
         assert "Sequences (new, cached, tokens and out: in tokens)\n" in pagedcli(*arguments).stdout
     assert sorted(path.name for path in run.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "value"),
-    [
-        ("in.jsonl --dump-kv kv.csv", "kv.csv"),
-        ("--dump-kv kv.csv in.jsonl", "kv.csv"),
-        ("--dump-kv in.jsonl", ""),
-        ("in.jsonl --dump-kv", ""),
-        ("--dump-kv -o out.jsonl in.jsonl", ""),
-        ("in.jsonl -o out.jsonl --dump-kv --steps 3", ""),
-        ("--dump-kv in.jsonl.gz", ""),
-        ("--dump-kv -- in.jsonl", ""),
-        ("in.jsonl --dump-kv=kv.txt", "kv.txt"),
-        ("--dump-kv=kv.jsonl in.jsonl", "kv.jsonl"),
-        ("in.jsonl", None),
-    ],
-)
-def test_the_next_word_is_the_file_if_another_one_names_the_input(arguments, value):
-    words = with_value(arguments.split(), FakeParser())
-    given = [word.partition("=")[2] for word in words if word.startswith("--dump-kv")]
-    assert given == ([] if value is None else [value])
-    assert [word.partition("=")[0] for word in words] == [
-        word.partition("=")[0] for word in arguments.split() if word != value
-    ]
-
-
-class FakeParser:
-    """Of a command with prompts, -o and --steps."""
-
-    def parse_args(self, args):
-        values, words = {}, iter(args)
-        for word in words:
-            if word in ("-o", "--steps"):
-                values[word] = next(words)
-            elif not word.startswith("-"):
-                values["prompts"] = word
-        return values, [], []
 
 
 def test_other_formats_have_the_same_steps_and_no_file_is_replaced(run):

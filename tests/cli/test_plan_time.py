@@ -25,8 +25,8 @@ def forecast_of(path, *flags, expect=0):
 
 
 @pytest.mark.long
-def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+@pytest.mark.usefixtures("step_times")
+def test_the_first_plan_calibrates_and_the_next_one_does_not(many, monkeypatch):
     monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
     first, second = (pagedcli("plan", many, "--all") for _ in range(2))
     assert re.search("calibrating: loads builtin .* s; once for machine and model\n", first.stderr)
@@ -37,19 +37,17 @@ def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, tmp_path, monkeypatch):
-    blocked = tmp_path / "file"
-    blocked.touch()
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: blocked / "times")
+def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, step_times, monkeypatch):
+    step_times.touch()
     monkeypatch.setattr("pagedcli.bench.calibration.BUDGET_S", 0.1)
     error = pagedcli("plan", many).stderr
-    assert f"; each time, as {blocked / 'times'} cannot be written: Not a directory (set XDG_CACHE_HOME)\n" in error
+    assert f"; each time, as {step_times} cannot be written: Not a directory (set XDG_CACHE_HOME)\n" in error
     assert "once for machine and model" not in error
 
 
 @pytest.mark.slow
-def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+@pytest.mark.usefixtures("step_times")
+def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, monkeypatch):
     monkeypatch.setattr("pagedcli.bench.calibration.MOST_TAKEN", 0.2)
     outputs = []
     for others in (0.4, 0.1, 0.4):

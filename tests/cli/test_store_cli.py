@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -34,16 +33,7 @@ def details(path):
 
 
 def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
-    folder, (first, second) = runs
-    assert "0 blocks read (0 B)" in first.stderr
-    assert "10 blocks read" in second.stderr
-    assert "  from disk    160 prompt tokens" in second.stderr
-    found, ceilings = (
-        [float(re.search(name, each.stderr)[1]) for each in (first, second)]
-        for name in (r"\((\d+) % from the cache", r"ceiling (\S+) %")
-    )
-    assert ceilings[1] >= max(found[1], ceilings[0] + 10)
-    assert "(unlimited cache and the prefix store)" in second.stderr
+    folder, (_, second) = runs
     assert second.stderr.count("each alone and without cached blocks: the same bits") == 1
     assert [each["disk_cached_tokens"] for each in details(folder / "a")] == [0] * 6
     assert [each["disk_cached_tokens"] for each in details(folder / "b")] == [160, 0, 0, 0, 0, 0]

@@ -2,14 +2,12 @@
 
 import io
 import json
-import random
 
-import msgspec
 import pytest
 from harness.core import Simulation
 from rich.console import Console
 
-from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
+from pagedcli.events import RequestAdded, RequestRefused, StepFinished
 from pagedcli.show.panels import PlainView, block_ids_text
 from pagedcli.show.step_tables import StepPrinter, print_step_tables
 from pagedcli.show.tables import Format
@@ -26,30 +24,6 @@ def console(width=80, height=24, **options):
 
 def printed(made):
     return made.file.getvalue()
-
-
-def moment_of(num_blocks=60, *, steps=25, num_requests=12, **limits):
-    """A busy moment: right after a step was scheduled."""
-    rng = random.Random(7)
-    moment = Moment()
-    fold = pool_fold(moment)
-    kept = []
-
-    def emit(event):
-        fold(event)
-        if isinstance(event, StepScheduled):
-            kept[:] = [moment.copy()]
-
-    sim = Simulation(
-        num_blocks, 4, emit=emit, check=False, **{"max_num_seqs": 6, "max_num_batched_tokens": 64, **limits}
-    )
-    for _ in range(num_requests):
-        prompt = [5] * rng.randrange(12) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
-        prompt, num_new = prompt[: 4 * num_blocks], rng.randrange(5, 40)
-        sim.add(prompt, min(num_new, 4 * num_blocks - len(prompt) + 1))
-    for _ in range(steps):
-        sim.step()
-    return kept[0]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +116,3 @@ def test_events_that_contradict_each_other_end_the_view_not_the_run():
         view.on_event(StepFinished(77, 1, 0, 0, 0, 0))
         sim.run()
     assert "the view ended early: step_finished: step 77" in printed(out)
-
-
-def test_the_summary_of_a_moment_is_plain_json():
-    summary = json.loads(msgspec.json.encode(moment_of(60).summary()))
-    assert summary["blocks"]["in_use"] + summary["blocks"]["cached"] + summary["blocks"]["empty"] == 60
-    assert summary["hit_rates"]["run"]["from_others"]["num_lookups"] > 0

@@ -44,24 +44,6 @@ def test_no_default_pool_of_a_small_file_refuses_a_request():
     assert small[0]["num_refused"], "a pool that is named is simulated as it is"
 
 
-def test_the_table_says_what_the_json_says(trace):
-    text = simulate(trace, "--pool", "50%,40").stdout
-    document = as_json(trace, "--pool", "50%,40")
-    assert [row["pool_blocks"] for row in document["pools"]] == [30, 40]
-    assert document["num_requests"] == 60
-    assert document["num_unique_blocks"] == 61
-    assert 0 < document["pools"][0]["hit_rate_tokens"] <= document["unlimited_hit_rate"] < 1
-    assert text.startswith(document["answer"][0])
-    for row in document["pools"]:
-        assert f"{100 * row['hit_rate_tokens']:.1f} %" in text
-        assert row["hit_rate_tokens"] == row["num_cached_tokens"] / document["num_prompt_tokens"]
-    assert "Hit rates of simulated runs" in text
-    assert max(len(line) for line in text.splitlines() if "  " in line) <= 80
-    assert len(text.split("\n\n")) == 2, "the answer and one table"
-    more = simulate(trace, "--pool", "50%,40", "--all").stdout
-    assert all(title in more for title in ("Trace (mooncake)", "by pool size, lru"))
-
-
 def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
     prompts = [
         {"prompt": [5] * 48 + [20 + n] * 8, "max_tokens": 2, "cache_salt": f"user {n}", "ignore_eos": True}
@@ -197,8 +179,8 @@ def test_what_to_change_is_about_the_smallest_pool_and_leaves_the_pool_to_the_fi
 
 
 @pytest.mark.long
-def test_steps_take_the_time_that_plan_has_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+@pytest.mark.usefixtures("step_times")
+def test_steps_take_the_time_that_plan_has_measured(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Once upon a time {index}"}) + "\n" for index in range(8)))
     refused = pagedcli("simulate", path, "--pool", "200", "--calibrated", expect=2).stderr

@@ -1,7 +1,6 @@
 """Who held a block, what it contained, and its story: always what the fold of the events says."""
 
 import json
-import re
 
 import pytest
 from harness.core import EventList, Simulation, simulated, write
@@ -89,29 +88,6 @@ def test_replay_and_explain_tell_the_same_life(trace):
         assert len(holders) == now["ref_count"]
     assert run("explain", trace, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,since,until")
     assert "### Story of block 3" in run("trace", trace, "--block", "3", "--format", "md").stdout
-
-
-def test_the_first_sentence_says_who_holds_the_block_and_for_whom_it_was_evicted_last(trace):
-    for step in (0, 2, 9, 15, 30):
-        arguments = ("trace", trace, "--block", "3", "--step", step)
-        now, said = json.loads(run(*arguments, "--format", "json").stdout), run(*arguments).stdout.splitlines()[0]
-        holds = [f"seq {each['seq_id']} since step {each['since']}" for each in held(now)]
-        free = "no sequence holds block 3; it caches content of seq"
-        who = f"block 3 is held by {', '.join(holds)}" if holds else free
-        assert said.startswith(f"At step {step} {who}")
-        evicted = [each for each in now["story"] if each["what"].startswith("evicted")]
-        if evicted:
-            culprit = re.match("evicted for (seq [0-9]+):", evicted[-1]["what"])[1]
-            assert f" was evicted at step {evicted[-1]['step']} for {culprit}" in said
-        else:
-            assert "evicted" not in said
-    whole = run("explain", trace, "--block", "3").stdout
-    assert whole.startswith(
-        "At step 49 no sequence holds block 3; it caches content of seq 22, last held by seq 22 until step 43; content"
-        " of seq 28 was evicted at step 42 for seq 22, the last of 9 evictions.\n"
-    )
-    never = run("trace", trace, "--block", "13", "--step", "0").stdout
-    assert never.startswith("At step 0 no sequence has ever held block 13.\n")
 
 
 def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):

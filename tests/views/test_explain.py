@@ -6,7 +6,7 @@ import pytest
 from harness.core import Simulation
 
 from pagedcli.answers.why import Reasons, divergence_text, lookup_story, why_it_ended
-from pagedcli.events import BlockEvicted, PrefixLookedUp
+from pagedcli.events import BlockEvicted, PrefixLookedUp, to_all
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.explain import Explainer, longest_shared_prefix, totals_of
 
@@ -15,9 +15,11 @@ class Explained:
     """A simulation whose events are explained."""
 
     def __init__(self, num_blocks=100, block_size=4, **limits):
-        self.explainer = Explainer()
+        self.explainer, self.check = Explainer(), lambda event: None  # which sees each event once it is folded
+        folding = pool_fold(self.explainer)
         limits = {"max_num_batched_tokens": 1000, "max_num_seqs": 8, "trace_tokens": True, **limits}
-        self.sim = Simulation(num_blocks, block_size, emit=pool_fold(self.explainer), **limits)
+        emit = to_all(folding, lambda event: self.check(event))
+        self.sim = Simulation(num_blocks, block_size, emit=emit, **limits)
 
     def run(self, *prompts, max_new_tokens=1, cache_salt=None):
         """Each prompt alone, one after the other. Returns their lookups."""
@@ -127,17 +129,13 @@ class Claims:
     def __init__(self, explained):
         self.explained = explained
         self.num_checked = dict.fromkeys(("different_salt", "unfindable", "evicted"), 0)
-        emit, manager = explained.sim.block_manager._emit, explained.sim.block_manager
+        explained.check = self.check
 
-        def checking(event):
-            emit(event)
-            if isinstance(event, PrefixLookedUp) and event.reason != "continued":
-                self.check(explained.explainer.lookups[-1])
-
-        manager._emit = checking
-
-    def check(self, lookup):
-        manager, reason, event = self.explained.sim.block_manager, lookup.reason, lookup.event
+    def check(self, event):
+        if not isinstance(event, PrefixLookedUp) or event.reason == "continued":
+            return
+        manager, lookup = self.explained.sim.block_manager, self.explained.explainer.lookups[-1]
+        reason = lookup.reason
         if reason not in self.num_checked:
             return
         self.num_checked[reason] += 1
