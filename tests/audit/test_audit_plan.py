@@ -4,52 +4,9 @@ import itertools
 
 import pytest
 
-from pagedcli.audit.plan import CHECKS, MAX_NEW, ProbePrompts, Target, plan, shared_length
+from pagedcli.audit.plan import CHECKS, MAX_NEW, ProbePrompts, Target, plan
 
 TARGET = Target(38, unit=16, smallest=16, bypass="salt", isolates=True)
-
-
-def prompts(**changes):
-    return ProbePrompts(Target(**{**{"num_words": 38, "unit": 16, "smallest": 16}, **changes}), 1)
-
-
-def test_boundaries_are_whole_blocks_from_the_shortest_cached_prefix():
-    assert TARGET.boundaries() == [16, 32, 64, 128]
-    assert Target(38, unit=128, smallest=1024).boundaries() == [1024, 1152, 1408, 1920]
-    assert Target(38, unit=1).boundaries() == [16, 32, 64, 128]
-    assert Target(38, unit=None, max_length=100).boundaries() == [16, 32, 64]
-
-
-@pytest.mark.parametrize("extra", [0, 1, 3])
-@pytest.mark.parametrize("length", [15, 16, 17, 64])
-def test_a_prompt_has_the_tokens_it_should_have(length, extra):
-    (cold,), (warm,), (again,) = CHECKS["repeat"].build(prompts(num_extra=extra), length).steps
-    assert cold == warm == again
-    assert len(cold.words) + extra == length
-
-
-@pytest.mark.parametrize("extra", [0, 1])
-def test_twins_share_all_but_the_last_token_of_a_block(extra):
-    probe = CHECKS["twins"].build(prompts(num_extra=extra, bypass="salt"), 32)
-    first, other, cold = probe.asks()
-    assert shared_length(first.words, [other.words]) + extra == 31
-    assert first.words[32 - extra :] == other.words[32 - extra :]
-    assert cold.words == other.words
-    assert cold.is_cold
-
-
-def test_a_moved_block_comes_after_the_same_first_block():
-    before, after = CHECKS["moved"].build(prompts(), 16).asks()
-    assert shared_length(after.words, [before.words]) in (16, 17)  # a word more by chance
-    assert after.words[16:32] == before.words[32:48]
-
-
-@pytest.mark.parametrize("shared", [0, 1, 15, 16, 17, 63])
-def test_prompts_part_exactly_where_they_should(shared):
-    source = prompts()
-    words = source.new(64)
-    for _ in range(50):
-        assert shared_length(source.parting(words, shared, 70), [words]) == shared
 
 
 @pytest.mark.parametrize("max_requests", [100, 300, 1000])
