@@ -9,14 +9,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_harness import pagedcli
-from model_zoo import LATENT_FAMILIES, cached_model
+from model_zoo import LATENT_FAMILIES, cached_model, tiny_model
 from typer.testing import CliRunner
 
 from pagedcli.answers.fits import NOT_PREDICTED
 from pagedcli.attention import select
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.cli.main import app
+from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.show.plan_tables import engine_table
 
 
 def doctor(*arguments, expect=0):
@@ -161,10 +168,6 @@ def test_a_wrong_backend_fails_alone(monkeypatch, backend, words):
 
 
 def test_graphs_scales_and_notes_of_a_plan_are_told():
-    from pagedcli.core.limits import Limits
-    from pagedcli.core.plan import Plan
-    from pagedcli.show.plan_tables import engine_table
-
     plan = Plan(
         limits=Limits(),
         model="m",
@@ -189,14 +192,6 @@ def test_graphs_scales_and_notes_of_a_plan_are_told():
 
 
 def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_path):
-    from model_zoo import tiny_model
-
-    from pagedcli.config import EngineConfig
-    from pagedcli.planning.decide import decide
-    from pagedcli.planning.machine import this_machine
-    from pagedcli.runner.llm_engine import LLMEngine
-    from pagedcli.show.plan_tables import engine_table
-
     config = EngineConfig(
         model=str(tiny_model("qwen3", tmp_path / "model")), dtype="float16", device="cpu",
         attention_backend="sdpa", num_kvcache_blocks=4,

@@ -31,25 +31,6 @@ def clock_chats(path, num=60):
     return rows
 
 
-def as_json(*arguments):
-    return json.loads(pagedcli("plan", *arguments, "--no-calibrate", "--format", "json").stdout)
-
-
-def test_the_hits_that_a_change_of_the_prompts_promises_are_those_of_a_run_of_the_changed_prompts(tmp_path):
-    """The time is moved behind the library by hand, within its message."""
-    path, moved = tmp_path / "clock.jsonl", tmp_path / "moved.jsonl"
-    rows = clock_chats(path)
-    for row in rows:
-        system = row["messages"][0]
-        time = system["content"].partition(LIBRARY)[0]
-        system["content"] = f"{LIBRARY} {time.strip()}"
-    moved.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [cure] = as_json(path)["cures"]
-    assert abs(cure["hit_rate_after"] - as_json(moved)["forecast"]["hit_rate"]) < 0.02
-    assert cure["hit_rate"] == as_json(path)["forecast"]["hit_rate"]
-    assert as_json(moved)["cures"] == []
-
-
 def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge(tmp_path):
     path, trace = tmp_path / "clock.jsonl", tmp_path / "run.jsonl"
     clock_chats(path, 20)

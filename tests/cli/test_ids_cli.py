@@ -62,12 +62,3 @@ def test_following_a_live_run(folder):
     assert "code-Mirano" not in out
     refused = pagedcli("trace", folder / "p.jsonl", *FAST, "--step", "0", "--follow", "seq:99", expect=2)
     assert "no request 'seq:99' in this run" in refused.stderr
-
-
-def test_a_trace_without_ids_still_reads(folder, tmp_path):
-    """Traces of earlier versions have no row_id."""
-    old = tmp_path / "old.jsonl"
-    old.write_text((folder / "private.jsonl").read_text().replace(',"row_id":null', ""))
-    assert "row_id" not in old.read_text()
-    assert "ok, " in pagedcli("trace", old, "--check").stdout
-    assert "no request 'code-Tavek'" in pagedcli("explain", old, "--request", "code-Tavek", expect=2).stderr

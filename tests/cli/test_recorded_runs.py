@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 
 import pytest
 from cli_harness import pagedcli
@@ -41,25 +40,3 @@ def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
         pagedcli(*command, "-o", other, "--overwrite")
         other.write_text("precious")
     assert trace.read_bytes() == before
-
-
-FAST = ("--max-tokens", "4", "--num-kvcache-blocks", "64", "--max-num-seqs", "2", "--device", "cpu")
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"The code of Anna is {number}."}) + "\n" for number in range(4)))
-    return path
-
-
-def test_trace_prints_steps_records_and_keeps_rows(prompts, tmp_path):
-    record, rows = tmp_path / "run.jsonl.zst", tmp_path / "rows.jsonl"
-    options = ("--dump-kv", "--record", record, "--record-tokens", "-o", rows)
-    result = pagedcli("trace", prompts, *FAST, *options)
-    assert "step 0, as its forward pass sees the cache" in result.stdout
-    assert "not scheduled: sequence limit (2 run)" in result.stdout
-    assert len(rows.read_text().splitlines()) == 4
-    assert "ok, " in pagedcli("trace", record, "--check").stdout
-    assert "first divergence at token " in pagedcli("explain", record, "--lookups").stdout
-    assert '"' in pagedcli("explain", record, "--lookups").stdout.split("first divergence", 1)[1]

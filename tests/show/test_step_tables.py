@@ -71,20 +71,6 @@ def test_a_table_has_the_same_cells_at_every_width_and_in_a_pipe(seed):
     assert num_reflowed > len(moments), "at 80 columns the tables need further lines"
 
 
-def test_cells_of_a_narrow_table_stand_below_their_headers():
-    (moment, *_) = busy_moments(2)
-    for seq in moment.state.seqs.values():
-        seq.row_id = None
-    title, first, second, _, *rows = [line.plain for line in table_lines(step_tables(moment)[0], 80)]
-    assert title == "Sequences (new, cached, tokens and out: in tokens)"
-    assert first.split() == ["seq", "request", "state", "new", "cached", "tokens", "out", "blocks", "of", "pool"]
-    assert second.startswith("     block table")
-    for line, further in zip(rows[::2], rows[1::2], strict=True):
-        assert line.index(" %") + 2 == len(first)  # the last column ends where its header does
-        assert further.startswith("     ")
-        assert further[5] != " "
-
-
 def printed(moment, width, **options):
     console = Console(file=io.StringIO(), width=width, _environ={}, **options)
     print_step_tables(moment, console, width)

@@ -1,7 +1,6 @@
 """What the views print: complete at every size, the same without colour, and safe for a terminal."""
 
 import io
-import json
 
 import pytest
 from harness.core import Simulation
@@ -10,11 +9,9 @@ from rich.console import Console
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished
 from pagedcli.show.panels import PlainView, block_ids_text
 from pagedcli.show.step_tables import StepPrinter, print_step_tables
-from pagedcli.show.tables import Format
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
-from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.words import describe
 
 
@@ -76,20 +73,6 @@ def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
     assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks x 4 tokens (128 B)" in rows
     assert "blocks by ref count 1: 4, 2: 2" in rows
     assert "from other requests 28.6 % 33.3 % 28.6 % 33.3 %" in rows  # 8 of 28 tokens, 2 of 6 full blocks
-
-
-def test_one_step_as_json():
-    out = console(80)
-    printer = StepPrinter(out, chosen=StepChoice(1, 1), format=Format.JSON)
-    sim = Simulation(8, 4, emit=printer.on_event)
-    sim.add([1, 2, 3, 4, 5], 5)
-    sim.run()
-    assert printer.num_printed == 1
-    document = json.loads(printed(out))
-    assert document["step"] == 1
-    assert document["blocks"] == {"in_use": 2, "shared": 0, "cached": 0, "empty": 6, "total": 8}
-    (seq,) = document["sequences"]
-    assert (seq["block_table"], seq["ref_counts"], seq["num_computed_tokens"]) == ([0, 1], [1, 1], 6)
 
 
 def test_text_from_requests_cannot_steer_the_terminal():

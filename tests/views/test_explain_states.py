@@ -49,15 +49,6 @@ def test_a_lookup_names_the_snapshot_that_vetoed_cached_blocks():
     assert (snapshot.num_tokens, snapshot.seq_id, snapshot.reason) == (16, 0, "interval")
 
 
-def test_explain_shows_it(tmp_path):
-    trace = write(tmp_path / "run.jsonl", vetoed_events())
-    assert "cached without a snapshot of the recurrent state" in pagedcli("explain", trace).stdout.splitlines()[0]
-    result = pagedcli("explain", trace, "--all", columns=200)
-    assert "lost: cached without a snapshot of the recurrent state" in result.stdout
-    assert "but no snapshot of the recurrent state" in result.stdout
-    pagedcli("trace", trace, "--check")
-
-
 def test_simulate_tries_the_snapshot_policies(tmp_path):
     rng = random.Random(0)
     shared = list(range(3, 73))
