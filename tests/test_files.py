@@ -112,13 +112,6 @@ def test_an_output_without_a_kind_replaces_anything_but_traces_and_models(tmp_pa
             check_new("the output", tmp_path / name, overwrite=True)
 
 
-def test_folders_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="is a folder"):
-        check_files({}, {"the output": tmp_path}, overwrite=True)
-    with pytest.raises(UsageError, match="there is no folder"):
-        check_files({}, {"the output": tmp_path / "none" / "out"}, overwrite=True)
-
-
 def test_devices_and_pipes_may_be_named_twice_and_stay_what_they_are(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

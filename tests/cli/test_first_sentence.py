@@ -1,4 +1,4 @@
-"""Every command says where prompts diverge right after its answer; `plan` fits on a screen."""
+"""Every command says where prompts diverge right after its answer."""
 
 import json
 import re

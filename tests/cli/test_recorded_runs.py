@@ -1,11 +1,16 @@
-"""`pagedcli trace` of a recorded run, and `explain`, as a person meets them."""
+"""`pagedcli trace` and `explain` of recorded runs, and of recordings of KV events."""
 
 import csv
 import io
+import json
+import re
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, rows_of
 from harness.core import simulated, write
+from kv_event_harness import CLEARED, message, removed, stored
+
+from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, stored_runs
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +45,74 @@ def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
         pagedcli(*command, "-o", other, "--overwrite")
         other.write_text("precious")
     assert trace.read_bytes() == before
+
+
+ROUNDS = [
+    message(0, stored(1, 2, 3)),
+    message(1, removed(3), removed(2)),
+    message(2, stored(2, parent=1), stored(3, parent=2)),
+    message(3, CLEARED),
+    message(5, stored(1)),
+]
+
+
+@pytest.fixture
+def recording(tmp_path):
+    path = tmp_path / "events.jsonl.zst"
+    with CaptureWriter(path, ["tcp://host:1"], tokens=True) as writer:
+        for time_s, frames in enumerate(ROUNDS):
+            writer.write(frames, float(time_s))
+    return path
+
+
+def test_replay_prints_a_line_per_message(recording):
+    lines = pagedcli("trace", recording).stdout.splitlines()
+    assert lines[2] == "message 2 at 2.000 s: stored 2, removed 0, 4 tokens twice; resident 3"
+    assert lines[4].endswith("resident 1; tcp://host:1: messages 4 to 4 are missing")
+
+
+def test_replay_gives_one_json_object_per_message(recording):
+    rows = rows_of(pagedcli("trace", recording, "--format", "json").stdout)
+    assert [row["num_resident_blocks"] for row in rows] == [3, 1, 3, 0, 1]
+    assert [row["num_tokens_computed_twice"] for row in rows] == [0, 0, 4, 0, 2]
+
+
+def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
+    document = json.loads(pagedcli("explain", recording, "--format", "json").stdout)
+    assert [document[f"num_blocks_stored_again_{cause}"] for cause in ("evicted", "cleared", "restarted")] == [2, 1, 0]
+    assert {row["reason"]: row["lookups"] for row in document["reasons"]} == {
+        "evicted": 1, "cleared": 1, "no_shared_prefix": 1,
+    }  # fmt: skip
+    assert [(row["num_more_blocks"], row["num_blocks_kept"]) for row in document["larger_cache"]] == [(1, 1), (2, 2)]
+    said = pagedcli("explain", recording).stdout
+    assert re.search(r"the content had been cached, but was evicted +1", said)
+
+
+def test_explain_shows_where_prompts_diverge_in_text(tmp_path):
+    from pagedcli.cli.recording import kv_decoder
+
+    path, size, decode = tmp_path / "e.jsonl", 8, kv_decoder("builtin")
+    text = {decode((token,)): token for token in range(300, 0, -1)}
+    cached, prompt = ([text[c] for c in f"{'at 15:'}{end}"] for end in ("09", "10"))
+    with CaptureWriter(path, ["x"], tokens=True) as writer:
+        events = [stored(n, tokens=ids, block_size=size) for n, ids in enumerate((cached, prompt), 1)]
+        writer.write(message(0, *events), 0.0)
+    said = pagedcli("explain", path, "--tokenizer", "builtin", "--format", "json").stdout
+    (row,) = [row for row in json.loads(said)["lookups"] if row["divergence"] is not None]
+    expected = 'first divergence at token 6: earlier "at 15:09" (request 0) vs prompt "at 15:10"'
+    assert row["divergence"] == expected
+
+
+def test_without_token_ids_no_text_can_be_shown(tmp_path):
+    private = tmp_path / "private.jsonl"
+    with CaptureWriter(private, ["x"], tokens=False) as writer:
+        writer.write(ROUNDS[0], 0.0)
+    assert "no token ids" in pagedcli("explain", private, "--tokenizer", "builtin", expect=2).stderr
+
+
+def test_a_simulation_can_take_the_computed_blocks_as_work(recording):
+    runs = list(stored_runs(CaptureReader(recording)))
+    assert [(time_s, run.parent, run.hashes) for run, time_s, _ in runs] == [
+        (0.0, None, [1, 2, 3]), (2.0, 1, [2]), (2.0, 2, [3]), (4.0, None, [1]),
+    ]  # fmt: skip
+    assert list(runs[1][0].token_ids) == [2, 2]

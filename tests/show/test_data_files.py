@@ -250,18 +250,3 @@ def test_a_full_disk_ends_the_dump_and_close_says_so(tmp_path):
 def test_other_names_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"cannot write .*kv\.txt"):
         DataFiles(tmp_path / "kv.txt")
-
-
-@pytest.mark.parametrize("text", ["", "x", "5-3", "-3", "1-2-3", "3-x"])
-def test_a_wrong_range_of_steps_is_refused(text):
-    with pytest.raises(UsageError, match="--steps is"):
-        StepChoice.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "every", "shown"),
-    [("3", 1, [3]), ("3-5", 1, [3, 4, 5]), ("7-", 1, [7, 8, 9]), (None, 4, [0, 4, 8]), ("2-8", 3, [2, 5, 8])],
-)
-def test_a_range_of_steps(text, every, shown):
-    chosen = StepChoice.parse(text, every)
-    assert [step for step in range(10) if chosen.shows(step)] == shown

@@ -15,6 +15,7 @@ from harness.core import EventList, Simulation, simulated, write
 
 import pagedcli.events as ev
 from pagedcli.errors import UsageError
+from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import NUM_PREFIX_COLOURS, Shape, Theme, colours_of
 from pagedcli.show.pool_picture import pool_picture, pool_text
 from pagedcli.show.raster import check_fonts
@@ -328,3 +329,16 @@ def test_simulate_draws_the_hit_rate_of_its_tables(trace, tmp_path):
     shown = [float(each) for each in re.findall(r"<title>lru, \d+ blocks: ([\d.]+) %</title>", path.read_text())]
     assert sorted(shown) == sorted(round(100 * rate, 1) for rate in rates)
     assert len(shown) == 3
+
+
+def test_columns_rise_with_the_shares_over_a_logarithmic_axis():
+    lines = curve_lines(lambda place: min(1.0, place / 64) / 2, 1, 4096, label=lambda place: f"{place:,.0f} blocks")
+    *rows, base, axis = lines
+    assert rows[0].startswith(" 50.0 % |")
+    assert base.startswith("  0.0 % +---")
+    heights = [sum(row[9 + column : 10 + column] == "#" for row in rows) for column in range(60)]
+    assert heights == sorted(heights)
+    assert (heights[0], heights[30], heights[-1]) == (0, len(rows), len(rows)), "half way the axis is at 64"
+    assert axis.split("  ")[0].strip() == ""
+    assert [part.strip() for part in axis.split("  ") if part.strip()] == ["1 blocks", "69 blocks", "4,096 blocks"]
+    assert max(map(len, lines)) < 80
