@@ -1,4 +1,4 @@
-"""What README, its Chinese twin and the pages in docs/ say is there: commands and their output, flags, files, figures."""
+"""What README, its Chinese twin and the pages in docs/ say is there: commands, their output, flags, files, figures."""
 
 import re
 import shlex

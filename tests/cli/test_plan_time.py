@@ -1,4 +1,4 @@
-"""`plan` says how long a file takes: a calibration once, then the counts of the run; first from a sample of the file."""
+"""`plan` says how long a file takes: a calibration once, then the counts of the run; first from a sample."""
 
 import json
 import random
