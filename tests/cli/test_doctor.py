@@ -10,12 +10,10 @@ import pytest
 import torch
 from cli_harness import pagedcli
 from model_zoo import LATENT_FAMILIES, cached_model, tiny_model
-from typer.testing import CliRunner
 
 from pagedcli.answers.fits import NOT_PREDICTED
 from pagedcli.attention import select
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.limits import Limits
@@ -27,9 +25,7 @@ from pagedcli.show.plan_tables import engine_table
 
 
 def doctor(*arguments, expect=0):
-    result = CliRunner().invoke(app, ["doctor", "--device", "cpu", *arguments])
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
+    return pagedcli("doctor", "--device", "cpu", *arguments, expect=expect)
 
 
 def checks(result):

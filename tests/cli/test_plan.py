@@ -4,11 +4,10 @@ import json
 import random
 
 import pytest
+from cli_harness import pagedcli
 from conftest import shared_data
 from harness.core import make_seq, prefill
-from typer.testing import CliRunner
 
-from pagedcli.cli.main import app
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.planning.prompt_survey import PrefixRows, PromptSurvey, percentile
 
@@ -16,9 +15,7 @@ QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assis
 
 
 def plan(*arguments, stdin=None, expect=0):
-    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], input=stdin)
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
+    return pagedcli("plan", *arguments, stdin=stdin, expect=expect)
 
 
 def as_json(*arguments, **others):

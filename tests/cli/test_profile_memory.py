@@ -6,16 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from cli_harness import pagedcli
 from model_zoo import tiny_model
 from models_by_config import QWEN3_06B, QWEN3_30B_A3B
-from typer.testing import CliRunner
 
-from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.runner.llm_engine import LLMEngine
 
-KNOWN = ("--gpu-memory", "23.48GiB", "--used", "3.69GiB", "--peak", "1.58GiB", "--current", "1.14GiB")
 SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 
 
@@ -27,9 +25,7 @@ def qwen3(tmp_path):
 
 
 def profile_memory(*arguments, expect=0):
-    result = CliRunner().invoke(app, ["profile-memory", *map(str, arguments)])
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
+    return pagedcli("profile-memory", *arguments, expect=expect)
 
 
 def as_json(*arguments, expect=0):
@@ -54,7 +50,7 @@ def test_a_model_too_large_is_refused_before_it_is_loaded(large):
     with pytest.raises(ConfigError, match=r"the weights of .* take 4\.\d\d TiB, but only"):
         LLMEngine(EngineConfig(model=str(large), device="cpu"))
     (large / "rows.jsonl").write_text('{"prompt": [1, 2, 3]}')
-    plan = CliRunner().invoke(app, ["plan", "-m", str(large), "--device", "cpu", str(large / "rows.jsonl")])
+    plan = pagedcli("plan", "-m", large, "--device", "cpu", large / "rows.jsonl")
     assert re.search(r"num_kvcache_blocks = 0: 4\.\d\d TiB short", plan.stdout)
 
 
@@ -195,7 +191,7 @@ def test_windows_are_said_in_the_second_line(tmp_path):
     )
     assert found["num_kvcache_tokens"] == num_tokens
     assert profile_memory("-m", path, "--memory", "24GiB").stdout.splitlines()[1] == words
-    judged = CliRunner().invoke(app, ["doctor", "-m", str(path), "--device", "cpu", "--format", "json"])
+    judged = pagedcli("doctor", "-m", path, "--device", "cpu", "--format", "json")
     said = {fact["what"]: fact["value"] for fact in json.loads(judged.stdout)["model"]}
     assert said["blocks"].partition("; ")[2] == words.partition("; ")[2]
     assert said["cache"] == "2.00 KiB per token, 512 B once windows have passed it"

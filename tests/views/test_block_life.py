@@ -3,10 +3,9 @@
 import json
 
 import pytest
+from cli_harness import pagedcli
 from harness.core import EventList, Simulation, simulated, write
-from typer.testing import CliRunner
 
-from pagedcli.cli.main import app
 from pagedcli.events import StepScheduled
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.block_life import BlockLife
@@ -62,10 +61,8 @@ def trace(tmp_path_factory):
     return write(tmp_path_factory.mktemp("block") / "run.jsonl", simulated())
 
 
-def run(*arguments, expect=0):
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == expect, result.output
-    return result
+def run(*arguments):
+    return pagedcli(*arguments, columns=120)
 
 
 def held(document):
