@@ -260,3 +260,10 @@ def test_after_a_power_cut_a_file_is_the_old_one_or_the_new_one(tmp_path):
     last = found[-1][0]
     assert {content for _, content in found} == {b"old", b"new" * 100}
     assert {content for number, content in found if number == last} == {b"new" * 100}
+
+
+def test_folders_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="is a folder"):
+        check_files({}, {"the output": tmp_path}, overwrite=True)
+    with pytest.raises(UsageError, match="there is no folder"):
+        check_files({}, {"the output": tmp_path / "none" / "out"}, overwrite=True)

@@ -1,5 +1,6 @@
 """What the tables, the data, the pages and the stories of a run say about slots and snapshots of recurrent state."""
 
+import io
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from harness.core import EventList, Simulation
 import pagedcli.events as ev
 from pagedcli.show.data_files import DataFiles
 from pagedcli.show.panels import work_lines
+from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import step_tables
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.explain import explain_trace
@@ -116,3 +118,10 @@ def test_a_snapshot_that_made_room_is_known_as_dropped():
     explainer, _ = explain_trace(EventList(events))
     assert [use.dropped_step is not None for use in explainer.snapshots] == [True, True, False]
     assert [use.seq_id for use in explainer.snapshots] == [0, 1, 2]
+
+
+def test_perfetto_counts_the_slots(events):
+    export_perfetto(EventList(events), file := io.BytesIO())
+    counters = [each for each in json.loads(file.getvalue())["traceEvents"] if each["name"] == "state slots"]
+    assert all(set(each["args"]) == {"in use", "idle snapshots", "empty"} for each in counters)
+    assert {sum(each["args"].values()) for each in counters} == {4}

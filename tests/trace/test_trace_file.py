@@ -177,3 +177,13 @@ def test_hashes_of_64_bits_survive(tmp_path):
     hashes = [h for event in events for h in getattr(event, "hashes", ())]
     assert max(hashes) > 2**63  # more than a float or a signed integer holds
     assert [h for event in TraceReader(path) for h in getattr(event, "hashes", ())] == hashes
+
+
+def test_an_empty_line_is_named_as_such(tmp_path):
+    path = tmp_path / "run.jsonl"
+    record(path, num_requests=2)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for place in (1, 3):
+        path.write_bytes(b"".join([*lines[:place], b"\n", *lines[place:]]))
+        with pytest.raises(TraceError, match=rf"run\.jsonl:{place + 1}: an empty line"):
+            list(TraceReader(path))

@@ -133,3 +133,10 @@ def test_the_first_record_is_on_disk_before_the_first_step(tmp_path):
     writer = TraceWriter(tmp_path / "run.jsonl.zst")
     writer(EVENTS[0])
     assert isinstance(next(iter(TraceReader(tmp_path / "run.jsonl.zst"))), EngineStarted)
+
+
+def test_a_second_start_in_one_file_is_damage(tmp_path):
+    path = tmp_path / "run.jsonl"
+    killed(path, [*EVENTS[:5], EVENTS[0]])
+    with pytest.raises(TraceError, match=r"recording\.jsonl:6: engine_started: a second start"):
+        list(TraceReader(path))
