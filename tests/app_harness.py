@@ -1,9 +1,40 @@
 """Drive an application without a terminal, with Textual's pilot, and read its screen as text."""
 
 import asyncio
+import time
 
+from harness.core import EventList
 from textual.events import Key
 from textual.keys import _character_to_key
+from textual.widgets import Input
+
+from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_players import ReplayPlayer
+from pagedcli.views.moment import Replay
+
+
+def app_of(events, *, judge=tuple, **options):
+    """The application on a recorded run."""
+    return PoolApp(ReplayPlayer(Replay(EventList(events), **options)), "pagedcli trace run.jsonl", judge=judge)
+
+
+def panel(app, name):
+    """A panel of the first page."""
+    return app.screen_stack[0].query_one(f"#{name}")
+
+
+def column_of(app, name):
+    """The numbers in the first column of a panel, as a copy of it has them: sequences, or blocks."""
+    return [int(line.split("\t")[0]) for line in panel(app, name).as_text().splitlines()[1:]]
+
+
+def cells_of_map(app):
+    """Glyph and style of each cell of the block map."""
+    region = panel(app, "map").content_region
+    strips = app.screen._compositor.render_strips()[region.y : region.bottom - 2]  # without figures and legend
+    lines = [strip.crop(region.x, region.right) for strip in strips]
+    cells = [(glyph, style) for line in lines for text, style, _ in line for glyph in text]
+    return [cell for cell in cells if cell[0] != " "]
 
 
 def contrast(first, second):
@@ -53,3 +84,19 @@ def screen_text(app):
 def shown(app, *keys, size=(80, 24)):
     """The screen after some keys."""
     return drive(app, lambda pilot: press(pilot, *keys), size)
+
+
+async def typed(pilot, key, text):
+    """The screen after a key, a text in the line that it opens, and Enter."""
+    await press(pilot, key)
+    pilot.app.screen.query_one(Input).value = text
+    return await press(pilot, "enter")
+
+
+async def until(pilot, holds, seconds=10.0):
+    """Wait until something holds, while the screen lives."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, screen_text(pilot.app)
+        await pilot.pause(0.02)
+    await settle(pilot)

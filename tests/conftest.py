@@ -141,6 +141,13 @@ def _own_step_times(tmp_path_factory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def step_times(tmp_path, monkeypatch):
+    """The folder of calibrations of a test alone."""
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    return tmp_path / "times"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_weights(tmp_path_factory) -> Iterator[None]:
     """Packed weights of this session, however long a busy machine takes to load them."""

@@ -264,11 +264,6 @@ def test_no_command_loads_torch_for_its_help_and_errors():
     assert result.returncode == 0, result.stderr
 
 
-def test_the_engine_core_loads_no_torch():
-    program = "import sys, pagedcli.core.engine_core; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_nobody_outside_select_asks_which_backend_runs():
     """What differs between backends is data of their Capabilities."""
     from pagedcli.attention.select import REGISTRY

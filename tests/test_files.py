@@ -112,13 +112,6 @@ def test_an_output_without_a_kind_replaces_anything_but_traces_and_models(tmp_pa
             check_new("the output", tmp_path / name, overwrite=True)
 
 
-def test_folders_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="is a folder"):
-        check_files({}, {"the output": tmp_path}, overwrite=True)
-    with pytest.raises(UsageError, match="there is no folder"):
-        check_files({}, {"the output": tmp_path / "none" / "out"}, overwrite=True)
-
-
 def test_devices_and_pipes_may_be_named_twice_and_stay_what_they_are(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -267,3 +260,10 @@ def test_after_a_power_cut_a_file_is_the_old_one_or_the_new_one(tmp_path):
     last = found[-1][0]
     assert {content for _, content in found} == {b"old", b"new" * 100}
     assert {content for number, content in found if number == last} == {b"new" * 100}
+
+
+def test_folders_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="is a folder"):
+        check_files({}, {"the output": tmp_path}, overwrite=True)
+    with pytest.raises(UsageError, match="there is no folder"):
+        check_files({}, {"the output": tmp_path / "none" / "out"}, overwrite=True)

@@ -135,12 +135,11 @@ def test_a_kept_recording_of_kv_events_says_what_it_said(kept: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_kept_calibration_is_read_or_made_again(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("folder")
+def test_a_kept_calibration_is_read_or_made_again(kept: Path, step_times: Path) -> None:
     """Under each name that the cache of today would look for."""
-    steps = folder / "step-times"
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: steps)
     arguments = ("plan", "prompts.jsonl", "-C", "run.yaml", "--format", "json")
     pagedcli(*arguments, expect=3)
-    (made,) = steps.iterdir()
+    (made,) = step_times.iterdir()
     shutil.copy(kept / "calibration.json", made)
     assert json.loads(pagedcli(*arguments, expect=3).stdout)

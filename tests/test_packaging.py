@@ -8,12 +8,9 @@ import re
 import shutil
 import subprocess
 import tarfile
-import tomllib
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import skipped_line
 
 from pagedcli.native.prebuilt import TARGETS
 
@@ -45,37 +42,6 @@ def test_every_link_and_picture_leads_to_a_file_of_the_repository():
 def test_links_that_are_absolute_or_within_the_page_stay():
     text = "[a](https://x.org) [b](#part) [c](mailto:x@y.z)"
     assert script().with_absolute_links(text, "https://host/o/n", "1") == text
-
-
-def test_without_an_address_the_readme_is_as_it_stands():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    shown = script().long_description()
-    assert (shown == README) == ("Repository" not in project.get("urls", {}))
-
-
-def test_skipped_tests_take_one_line():
-    assert skipped_line(Counter()) is None
-    reasons = Counter({"needs a GPU": 30, "no compiler": 2, "a": 1, "b": 1, "c": 1})
-    assert skipped_line(reasons) == (
-        "35 skipped: 30 needs a GPU; 2 no compiler; 1 a; 2 for other reasons (pytest -rs lists them)"
-    )
-
-
-def test_the_version_stands_in_one_place():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "version" not in project["project"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "pagedcli.__version__"}
-
-
-def test_links_of_a_release_lead_to_its_tag(monkeypatch, tmp_path):
-    setup = script()
-    monkeypatch.setattr(setup, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("[a](docs/a.md)")
-    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://host/o/n"\n')
-    package = tmp_path / "src" / "pagedcli"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text('"""Text."""\n\n__version__ = "1.2.3"\n')
-    assert setup.long_description() == "[a](https://host/o/n/blob/v1.2.3/docs/a.md)"
 
 
 AVX2 = "vpaddd %ymm0,%ymm0,%ymm0"

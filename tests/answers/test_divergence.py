@@ -262,22 +262,6 @@ def test_of_a_sample_shorter_blocks_are_found_if_the_whole_file_hits_more_with_t
 
 
 @pytest.mark.long
-def test_changed_texts_are_tokenized_a_thousand_at_a_time(monkeypatch):
-    """The tokenizer takes some hundred bytes for each of their tokens at once."""
-    sizes, encode_all = [], Tokenizer.encode_all
-
-    def counted(self, texts, *arguments, **options):
-        sizes.append(len(texts))
-        return encode_all(self, texts, *arguments, **options)
-
-    case = planted.drawn(planted.clock, 1_100, 1)
-    monkeypatch.setattr(Tokenizer, "encode_all", counted)
-    assert found_in(case.file)
-    assert sizes[0] == 1_100, "the file itself"
-    assert max(sizes[1:]) <= 1_000 < sum(sizes[1:])
-
-
-@pytest.mark.long
 def test_a_sample_says_so_and_has_an_interval_that_holds_the_rate_of_the_whole_file():
     case = planted.drawn(planted.clock, 3000, 4)
     (found,) = found_in(case.file, most_rows=500)

@@ -59,6 +59,27 @@ def test_three_commands_give_the_engines_pool(family, tmp_path, tmp_path_factory
     assert lines["doctor"].startswith(f"num_kvcache_blocks = {engine.plan.num_blocks:,} (")
 
 
+SETTINGS = [
+    {"dtype": "float16", "block_size": 32},
+    {"kv_cache_memory": 2**20, "max_num_seqs": 8},
+    {"attention_backend": "reference", "max_model_len": 100},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_plan_and_profile_memory_give_the_engines_pool_with_the_same_settings(settings, tmp_path, tmp_path_factory):
+    path, prompts = cached_model("qwen3", tmp_path_factory), tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": [5, 6, 7]}\n')
+    flags = [str(part) for name, value in settings.items() for part in ("--" + name.replace("_", "-"), value)]
+    engine = LLMEngine(EngineConfig(model=str(path), device="cpu", **settings)).plan
+    for command in (("plan", prompts), ("profile-memory",)):
+        found = json.loads(pagedcli(*command, "-m", path, "--device", "cpu", *flags, "--format", "json").stdout)
+        assert found["num_kvcache_blocks"] == engine.num_blocks
+        assert found["block_bytes"] == engine.block_bytes
+        assert found["num_kvcache_blocks_reason"] == engine.pool.reason
+    assert (found["backend"], found["dtype"]) == (engine.backend, engine.dtype)
+
+
 CARDS = {
     "80 GiB": described_gpu(80 * GIB, name="a card"),
     "16 GiB": described_gpu(16 * GIB, name="a card", capability=(8, 9)),

@@ -54,6 +54,7 @@ FILES = {make.__name__: (None, of_planted(make), WIDE if place % 2 else TIGHT) f
     "salted": (None, [row | {"cache_salt": f"s{n % 2}"} for n, row in enumerate(some(10))], TIGHT),
     "without caching": (None, some(9), (*TIGHT, "--no-enable-prefix-caching")),
     "fifo": (None, some(14), (*TIGHT, "--eviction", "fifo")),
+    "next use": (None, some(14), (*TIGHT, "--eviction", "next-use")),
     "sorted": (None, some(14), (*TIGHT, "--reorder", "prefix")),
     "windows": ("gemma3", of_ids(10), ("--num-kvcache-blocks", "90", "--max-num-seqs", "3")),
     "states": ("lfm2", of_ids(8), ("--num-kvcache-blocks", "60", "--max-num-seqs", "3")),
@@ -62,8 +63,13 @@ FILES = {make.__name__: (None, of_planted(make), WIDE if place % 2 else TIGHT) f
         some(10),
         ("--num-kvcache-blocks", "14", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
     ),
+    "largest preempted": (
+        None,
+        some(10),
+        ("--num-kvcache-blocks", "14", "--max-num-seqs", "8", "--preemption-policy", "largest"),
+    ),
 }
-assert len(FILES) == 30
+assert len(FILES) == 32
 
 
 def model_of(family, folder):

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from cli_harness import pagedcli, rows_of
+from cli_harness import pagedcli
 
 from pagedcli.answers.time import MOST_SIMULATED, in_prefix_order, time, with_hits_of_all
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
@@ -53,37 +53,6 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None):
         whole.add(row, max_tokens)
     ideals = (ideal_hit_rate(accesses_of(each.workload, plan.limits.block_size)) for each in (requests, whole))
     return with_hits_of_all(found, ideal_of_sample=next(ideals), ideal_of_all=next(ideals))
-
-
-POOLS = [  # flags, samples of some rows, least preemptions
-    ({}, 1, 0),
-    ({"engine.num_kvcache_blocks": 7, "engine.max_num_seqs": 6}, 1, 10),
-    ({"engine.num_kvcache_blocks": 30, "engine.block_size": 4, "engine.max_num_batched_tokens": 40}, 1, 0),
-    ({"engine.num_kvcache_blocks": 8, "run.reorder": "prefix", "engine.max_num_seqs": 8}, 1, 5),
-    ({"engine.num_kvcache_blocks": 11, "engine.max_num_seqs": 5, "engine.eviction": "next-use"}, 2, 1),
-    ({"engine.num_kvcache_blocks": 24, "engine.enable_prefix_caching": False}, 2, 1),
-]
-
-
-@pytest.mark.quick("flags0-1-0")
-@pytest.mark.parametrize(("flags", "n", "least"), POOLS)
-def test_counts_are_those_of_the_run(tmp_path, flags, n, least):
-    path, summary = file_of(tmp_path / "prompts.jsonl", 60, n=n), tmp_path / "summary.json"
-    arguments = []
-    for name, value in flags.items():
-        flag = name.split(".")[1].replace("_", "-")
-        arguments += [f"--no-{flag}"] if value is False else [f"--{flag}", value]
-    pagedcli("generate", path, "-o", tmp_path / "out.jsonl", "--summary-json", summary, *arguments)
-    run, found = json.loads(summary.read_text()), predicted(path, flags)
-    assert len(rows_of(tmp_path / "out.jsonl")) == found.num_requests == 60
-    expected = {
-        "num_preemptions": run["preemptions"], "num_cached_tokens": run["cached_tokens"],
-        "num_prompt_tokens": run["prompt_tokens"], "num_generated_tokens": run["generated_tokens"],
-        "num_computed_tokens": run["computed_tokens"], "num_recomputed_tokens": run["recomputed_tokens"],
-        "peak_used_blocks": run["kv_blocks_peak"], "num_steps": run["steps"],
-    }  # fmt: skip
-    assert {name: getattr(found, name) for name in expected} == expected
-    assert found.num_preemptions >= least
 
 
 def test_with_the_answers_of_a_run_guesses_are_those_of_the_run(tmp_path):

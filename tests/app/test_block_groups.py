@@ -3,16 +3,11 @@
 from collections import Counter
 
 import pytest
-from app_harness import contrast, drive, press, screen_text, settle, shown
-from harness.core import EventList, Simulation, simulated
-from test_navigation import colours, typed
+from app_harness import app_of, cells_of_map, column_of, contrast, drive, panel, press, screen_text, settle, typed
+from harness.core import Simulation, simulated
+from test_navigation import colours
 
-from pagedcli.app.block_map import _CACHED_OF_GROUP, _MARKED, _STYLES, _cells
-from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_players import ReplayPlayer
-from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import group_of
-from pagedcli.views.moment import Replay
 
 WINDOWS = (4, None, 6)
 
@@ -27,23 +22,23 @@ def many_events():
     return simulated(num_blocks=5000, num_requests=40, max_num_seqs=16, max_num_batched_tokens=64, windows=WINDOWS)
 
 
-def app_of(events):
-    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli trace run.jsonl")
-
-
 def check_cells(app):
     """Each cell shows the most common group of its blocks, by hand; returns what the cells show."""
-    state, cells, per_cell = app.player.moment.state, app._map._cells, app._map._per_cell
-    for cell, (kind, glyph, is_marked) in enumerate(cells):
-        ids = app._map._shown[cell * per_cell : (cell + 1) * per_cell]
+    state, cells, shown_ids = app.player.moment.state, cells_of_map(app), column_of(app, "map")
+    size = panel(app, "map").size
+    per_cell = max(1, -(-len(shown_ids) // (size.width * (size.height - 2))))
+    selected = state.seq(panel(app, "sequences").cursor_key)
+    for cell, (glyph, style) in enumerate(cells):
+        ids = shown_ids[cell * per_cell : (cell + 1) * per_cell]
         held = [block_id for block_id in ids if group_of(state, block_id) is not None]
         counts = Counter(state.block_groups[block_id] for block_id in held)
         most = [group for group, count in counts.items() if count == max(counts.values())]
         assert glyph == ("·" if not most else str(most[0]) if len(most) == 1 else "*")
         num_cached = sum(not state.ref_counts[block_id] for block_id in held)
-        assert bool(_STYLES[kind].underline) == (2 * num_cached > len(held))
-        assert is_marked == any(block_id in app._map._marked for block_id in ids)
-    return {kind for kind, _, _ in cells}
+        assert bool(style.underline) == (2 * num_cached > len(held))
+        assert bool(style.reverse) == (selected is not None and not set(ids).isdisjoint(selected.held_block_ids))
+    assert len(cells) == -(-len(shown_ids) // per_cell)
+    return {(glyph, bool(style.underline)) for glyph, style in cells}
 
 
 def test_a_key_draws_the_group_of_each_block_at_every_step(events):
@@ -54,17 +49,17 @@ def test_a_key_draws_the_group_of_each_block_at_every_step(events):
         for stop in range(app.player.last + 1):
             app.player.move_to(stop)
             app.tick()
+            await settle(pilot)
             seen.update(check_cells(app))
-            state = app.player.moment.state
-            uses = Counter(cell[1] for cell in app._map._cells)
-            assert uses["·"] == state.num_empty_blocks
+            num_empty = [glyph for glyph, _ in cells_of_map(app)].count("·")
+            assert num_empty == app.player.moment.state.num_empty_blocks
         await settle(pilot)
         return screen_text(app)
 
     text = drive(app, script, (120, 40))
     assert "block pool by group of layers" in text
     assert "0 window 4, 1 layer  1 no window, 1 layer  2 window 6, 1 layer  cached  · empty" in text
-    assert seen >= {"empty", "green", "green cached", "magenta", "magenta cached", "cyan", "cyan cached"}
+    assert seen == {("·", False), *((group, is_cached) for group in "012" for is_cached in (False, True))}
 
 
 def test_the_map_of_a_small_run_by_hand():
@@ -82,9 +77,7 @@ def test_the_map_of_a_small_run_by_hand():
             app.player.move_to(stop)
             app.tick()
             await settle(pilot)
-            y = app._map.region.y + 1
-            cells = zip(screen_text(app).splitlines()[y].rstrip(), app._map._cells, strict=True)
-            drawn.append("".join(f"{glyph}_" if _STYLES[kind].underline else glyph for glyph, (kind, _, _) in cells))
+            drawn.append("".join(f"{glyph}_" if style.underline else glyph for glyph, style in cells_of_map(app)))
         return drawn
 
     assert drive(app, script) == [
@@ -143,7 +136,7 @@ def test_the_line_under_the_cursor_and_the_copy_name_the_group(events):
             assert f"block {block_id}, group {group} ({window}): held by seq" in await typed(
                 pilot, ":", f"block {block_id}"
             )
-        rows = [line.split("\t") for line in app._map.as_text().splitlines()]
+        rows = [line.split("\t") for line in panel(app, "map").as_text().splitlines()]
         assert rows[0] == ["block", "state", "ref count", "content", "group", "held by seq"]
         groups = [group_of(state, block_id) for block_id in range(state.num_blocks)]
         assert [row[4] for row in rows[1:]] == ["" if each is None else str(each) for each in groups]
@@ -156,21 +149,12 @@ def test_the_line_under_a_cell_counts_its_blocks_by_group(many_events):
 
     async def script(pilot):
         await press(pilot, ">", "G", "shift+tab", "home")
-        state, ids = app.player.moment.state, app._map._ids_at(0)
-        counts = Counter(group for each in ids if (group := group_of(state, each)) is not None)
-        assert len(ids) == 7
+        state = app.player.moment.state
+        counts = Counter(group for each in range(7) if (group := group_of(state, each)) is not None)
         assert counts == {0: 3, 1: 2, 2: 2}
         assert "blocks 0 to 6: 3 of group 0, 2 each of groups 1 2; Enter shows them" in screen_text(app)
 
     drive(app, script, (120, 40))
-
-
-def test_letters_follow_the_digits_and_then_a_plus():
-    state = PoolState()
-    state.reset_blocks(40)
-    state.ref_counts, state.block_groups = [1] * 39 + [0], list(range(40))
-    glyphs = [glyph for _, glyph, _ in _cells(state, range(40), 1, set(), by_group=True)]
-    assert "".join(glyphs) == "0123456789abcdefghijklmnopqrstuvwxyz+++·"
 
 
 def test_groups_have_a_page_that_follows_the_steps(events):
@@ -195,31 +179,17 @@ def test_groups_have_a_page_that_follows_the_steps(events):
     drive(app, script, (120, 40))
 
 
-def test_a_moment_is_shown_while_the_screen_closes(events, monkeypatch):
-    app = app_of(events)
-
-    async def script(pilot):
-        app.player.move_to(20)
-        app.player.poll()
-        with monkeypatch.context() as patch:
-            patch.setattr(app, "_screen_stacks", {"_default": []})
-            app.show_moment()
-        assert app._map._moment is app.player.moment
-
-    drive(app, script)
-
-
-@pytest.mark.quick("_sequences")
-@pytest.mark.parametrize("focus", ["_map", "_sequences"])
+@pytest.mark.quick("sequences")
+@pytest.mark.parametrize("focus", ["map", "sequences"])
 def test_the_colours_of_groups_have_contrast(events, focus):
     """At least 4.5 : 1, WCAG's level AA for text."""
     app = app_of(events)
 
     async def script(pilot):
-        getattr(app, focus).focus()
+        panel(app, focus).focus()
         await press(pilot, *"20", "enter", "G")
         strips = app.screen._compositor.render_strips()
-        region = app._map.region
+        region = panel(app, "map").region
         seen = [
             (text, contrast(*pair)) for y in range(region.y + 1, region.bottom) for text, pair, _ in colours(strips[y])
         ]
@@ -227,10 +197,3 @@ def test_the_colours_of_groups_have_contrast(events, focus):
         assert [each for each in seen if each[1] < 4.5] == []
 
     drive(app, script, (120, 40))
-
-
-def test_cached_and_selected_blocks_differ_without_colour(events):
-    assert _CACHED_OF_GROUP.underline
-    assert _MARKED.reverse
-    text = shown(app_of(events), *"20", "enter", "G", size=(120, 40))
-    assert "cached  selected  · empty" in text

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from app_harness import drive, press, screen_text, settle, shown
+from app_harness import drive, press, screen_text, shown, until
 from kv_event_harness import message, removed, stored
 
 from pagedcli.app.base import watch
@@ -83,67 +83,64 @@ def test_enter_shows_the_blocks_of_a_subtree():
         assert "0000000000000002" in text
         text = await press(pilot, "escape", "/", *"4-4", "enter")
         assert "1 of 1 prefix with '4-4'" in text
-        assert "4-4" in app._labels[app._tree.cursor_key]
         text = await press(pilot, "f", *"4-4", "enter")
         assert "with '4-4'" in text
-        assert len(app._tree._keys) == 1
+        assert len(app.query_one("#tree").as_text().splitlines()) == 2, "a heading and one prefix"
 
     drive(app, script)
 
 
-def test_a_running_server_is_shown_until_it_ends(monkeypatch):
+class Driven(KVApp):
+    """Its keys are pressed by a script, without a terminal; without a script the screen fails at once."""
+
+    script = None
+
+    def run(self):
+        return None if self.script is None else drive(self, self.script)
+
+
+def test_a_running_server_is_shown_until_it_ends():
     player = AttachPlayer()
-    app = KVApp(player, "pagedcli attach")
+    app = Driven(player, "pagedcli attach")
     state = KVState(["server"])
     next_message = threading.Event()
 
     def follow():
         for place, frames in enumerate(MESSAGES):
-            next_message.wait()
-            next_message.clear()
             state.take(frames, float(place))
-            while player._snapshot is None or player._snapshot.facts["num_batches"] <= place:
+            while not next_message.wait(0.01):
                 player.offer(state, float(place))
                 if player.stop_requested:
                     return "stopped"
+            next_message.clear()
         return "ended"
 
     async def script(pilot):
-        next_message.set()
-        while player.moment is None:
-            await pilot.pause(0.02)
-        await settle(pilot)
-        assert "3 blocks resident" in screen_text(app)
+        await until(pilot, lambda: "3 blocks resident" in screen_text(app))
         await press(pilot, "space")
         next_message.set()
-        while player._snapshot is player.moment:
-            await pilot.pause(0.02)
+        await pilot.pause(0.3)
         assert "3 blocks resident" in await press(pilot, "z")  # paused: the snapshot is another one
-        assert "5 blocks resident" in await press(pilot, ".")
+        await press(pilot, ".")
+        await until(pilot, lambda: "5 blocks resident" in screen_text(app))
         assert "cannot go back" in await press(pilot, ",")
         await press(pilot, "q")
-        next_message.set()
-        while app.is_running:
-            await pilot.pause(0.02)
+        await until(pilot, lambda: not app.is_running)
 
-    monkeypatch.setattr(app, "run", lambda: drive(app, script))
+    app.script = script
     assert watch(app, player, follow) == "stopped"
 
 
-def test_a_screen_that_fails_does_not_end_the_work(monkeypatch):
+def test_a_screen_that_fails_does_not_end_the_work():
     player = AttachPlayer()
-    app = KVApp(player, "pagedcli attach")
-    monkeypatch.setattr(app, "run", lambda: None)
-    assert watch(app, player, lambda: player.screen_is_open.wait(5)) is True
+    assert watch(Driven(player, "pagedcli attach"), player, lambda: player.screen_is_open.wait(5)) is True
 
 
-def test_what_the_work_raises_is_raised(monkeypatch):
+def test_what_the_work_raises_is_raised():
     player = AttachPlayer()
-    app = KVApp(player, "pagedcli attach")
-    monkeypatch.setattr(app, "run", lambda: None)
 
     def fail():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        watch(app, player, fail)
+        watch(Driven(player, "pagedcli attach"), player, fail)

@@ -4,18 +4,17 @@ import threading
 import time
 
 import pytest
-from app_harness import contrast, drive, press, screen_text, settle, shown
+from app_harness import app_of, column_of, contrast, drive, panel, press, screen_text, settle, typed, until
 from harness.core import EventList, Simulation, simulated
-from rich.color import Color
 from textual.events import MouseDown, MouseMove, MouseScrollUp, MouseUp
+from textual.widgets import Input
 
 from pagedcli.app.colours import ANSI
 from pagedcli.app.commands import run_command
-from pagedcli.app.pages import StoryPage
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_players import LivePlayer, ReplayPlayer
+from pagedcli.app.pool_players import LivePlayer
 from pagedcli.trace.fold import fold
-from pagedcli.views.moment import Replay
+from pagedcli.views.search import find
 
 
 @pytest.fixture(scope="module")
@@ -23,26 +22,21 @@ def events():
     return simulated()
 
 
-def app_of(events):
-    return PoolApp(ReplayPlayer(Replay(EventList(events))), "pagedcli trace run.jsonl")
+def starts_of(line):
+    """The first step of each column of a time line."""
+    first, after = line.shown_range
+    return [first + x * (after - first) // line.size.width for x in range(line.size.width)]
 
 
-async def mouse(app, kind, widget, x, y=1):
+async def mouse(pilot, kind, widget, x, y=1):
     """A mouse event on a cell of a widget, as the terminal's driver sends it."""
     place = widget.region.offset
-    app.screen._forward_event(
+    pilot.app.screen._forward_event(
         kind(widget, x, y, 0, 0, 1, False, False, False, screen_x=place.x + x, screen_y=place.y + y)
     )
     for _ in range(3):
-        await settle(app._pilot)
-    await app._pilot.pause(0.06)
-
-
-async def typed(pilot, key, text):
-    """The screen after a key, a text in the line that it opens, and Enter."""
-    await press(pilot, key)
-    pilot.app.screen._line.value = text
-    return await press(pilot, "enter")
+        await settle(pilot)
+    await pilot.pause(0.06)
 
 
 # ---------------------------------------------------------------------- the time line
@@ -50,38 +44,37 @@ async def typed(pilot, key, text):
 
 def test_the_time_line_draws_the_pool_of_each_step(events):
     app = app_of(events)
-    text = shown(app, size=(120, 40))
-    series, num_blocks = app.player.series, 14
-    starts, levels = app._time._starts(), 8 * (app._time.size.height - 1)
-    for x, start in enumerate(starts):
-        column = [row[0] for row in app._time._columns[x]]
-        num_levels = sum({"█": 8, "░": 0, " ": 0}.get(glyph, "▁▂▃▄▅▆▇".find(glyph) + 1) for glyph in column[:-1])
-        styles = {glyph: style.color.name for glyph, style in app._time._columns[x][:-1] if glyph not in " "}
-        used = series.columns["used"][start]
-        if set(styles.values()) <= {"green"} or "░" in styles:
-            assert num_levels >= -(-used * levels // num_blocks) or used == 0
-        is_first = x == 0 or starts[x - 1] != start
-        mark = "P" if series.columns["preempted"][start] else "e" if series.columns["evicted"][start] else " "
-        assert column[-1] == (mark if is_first else " ")
-    assert "█" in text
-    assert "░" in text
+
+    async def script(pilot):
+        line, series = panel(app, "time"), app.player.series
+        region = line.content_region
+        rows = screen_text(app).splitlines()[region.y : region.bottom]
+        starts, levels = starts_of(line), 8 * (line.size.height - 1)
+        for x, start in enumerate(starts):
+            *column, mark = [row[region.x + x] for row in rows]
+            assert column.count("█") == -(-series.columns["used"][start] * levels // 14) // 8
+            expected = "P" if series.columns["preempted"][start] else "e" if series.columns["evicted"][start] else " "
+            assert mark.replace("▲", " ") == (expected if x == 0 or starts[x - 1] != start else " ")
+        assert any("░" in row for row in rows)
+
+    drive(app, script, (120, 40))
 
 
 def test_a_click_a_drag_and_the_wheel_move_and_zoom(events):
     app = app_of(events)
 
     async def script(pilot):
-        app._pilot, line = pilot, app._time
-        starts = line._starts()
-        await mouse(app, MouseDown, line, 40)
+        line = panel(app, "time")
+        starts = starts_of(line)
+        await mouse(pilot, MouseDown, line, 40)
         assert app.player.position == starts[40]
         for x in (50, 60, 20):
-            await mouse(app, MouseMove, line, x)
+            await mouse(pilot, MouseMove, line, x)
             assert app.player.position == starts[x]
-        await mouse(app, MouseUp, line, 20)
-        await mouse(app, MouseMove, line, 70)
+        await mouse(pilot, MouseUp, line, 20)
+        await mouse(pilot, MouseMove, line, 70)
         assert app.player.position == starts[20], "the button is up"
-        await mouse(app, MouseScrollUp, line, 40)
+        await mouse(pilot, MouseScrollUp, line, 40)
         first, after = line.shown_range
         assert after - first == pytest.approx(len(app.player.series) / 2, abs=1)
         assert first <= starts[40] < after
@@ -94,18 +87,18 @@ def test_the_keys_of_the_time_line_move_zoom_and_follow(events):
     app = app_of(events)
 
     async def script(pilot):
-        app._time.focus()
+        panel(app, "time").focus()
         await press(pilot, "3", "0", "enter", "up", "up")
-        first, after = app._time.shown_range
+        first, after = panel(app, "time").shown_range
         assert after - first < len(app.player.series) / 2
         assert first <= 30 < after
         await press(pilot, "right")
         await pilot.pause(0.05)
         assert app.player.position == 31
         await press(pilot, "5", "enter")
-        assert app._time.shown_range[0] <= 5 < app._time.shown_range[1]
+        assert panel(app, "time").shown_range[0] <= 5 < panel(app, "time").shown_range[1]
         await press(pilot, "escape")
-        assert app._time.shown_range == (0, len(app.player.series))
+        assert panel(app, "time").shown_range == (0, len(app.player.series))
 
     drive(app, script)
 
@@ -129,14 +122,14 @@ def test_jumps_by_name_go_there_and_say_what_they_do_not_know(events):
         assert "no earlier preemption" in await typed(pilot, ":", "preempt back")
         await press(pilot, "escape")
         assert "block 9: " in await typed(pilot, ":", "block 9")
-        assert app.focused is app._map
+        assert app.focused is panel(app, "map")
         late = max(app.player.all_seqs(), key=lambda seq: (seq.added_step or 0, seq.sample_index == 0))
         await typed(pilot, ":", f"req {late.label}")
         await settle(pilot)
-        assert app.player.moment.state.seq(app._sequences.cursor_key).label == late.label
+        assert app.player.moment.state.seq(panel(app, "sequences").cursor_key).label == late.label
         await typed(pilot, ":", "seq 3")
         await settle(pilot)
-        assert app._sequences.cursor_key == 3
+        assert panel(app, "sequences").cursor_key == 3
         for text, words in (
             ("block 99", "there is no block '99': they are numbered from 0 to 13"),
             ("req nobody", "there is no request 'nobody' in this run"),
@@ -180,10 +173,10 @@ def test_tab_completes_names_and_requests(events):
         text = await press(pilot, ":", *"bl")
         assert "block N" in text
         await press(pilot, "tab")
-        assert app.screen._line.value == "block "
+        assert app.screen.query_one(Input).value == "block "
         assert "to a block of the pool" in screen_text(app)
         await press(pilot, "escape", ":")
-        app.screen._line.value = "req request-1"
+        app.screen.query_one(Input).value = "req request-1"
         await settle(pilot)
         assert "request-1, request-10" in screen_text(app)
 
@@ -197,7 +190,8 @@ def test_a_search_lists_what_it_finds_and_n_goes_on(events):
     async def script(pilot):
         text = await typed(pilot, "/", "preempt")
         assert "─ search: preempt ─" in text
-        steps = [hit.step for hit in app._hits]
+        player = app.pool_player
+        steps = [hit.step for hit in find("preempt", player.events(), player.moment.state, player.all_seqs())]
         text = await press(pilot, "enter")
         assert app.player.moment.state.step_number == steps[0]
         assert f"1 of {len(steps)}: step {steps[0]} preempt seq " in text
@@ -209,8 +203,8 @@ def test_a_search_lists_what_it_finds_and_n_goes_on(events):
         await press(pilot, "escape")
         await typed(pilot, "/", "block 5")
         await press(pilot, "enter")
-        assert app.focused is app._map
-        assert app._map._shown[app._map._cursor] == 5
+        assert app.focused is panel(app, "map")
+        assert "block 5: " in screen_text(app)
 
     drive(app, script)
 
@@ -223,12 +217,12 @@ def test_filters_with_conditions_and_what_is_wrong_with_them(events):
         await typed(pilot, "f", "waited>10 state=waiting")
         state = app.player.moment.state
         expected = [seq.seq_id for seq in state.seqs.values() if not seq.running and seq.num_steps_waited(20) > 10]
-        assert sorted(app._sequences._keys) == sorted(expected)
+        assert sorted(column_of(app, "sequences")) == sorted(expected)
         text = await typed(pilot, "f", "wait>3")
         assert "there is no field 'wait'" in text
         assert app.screen is not app.screen_stack[0]
         await press(pilot, "escape")
-        assert sorted(app._sequences._keys) == sorted(expected)
+        assert sorted(column_of(app, "sequences")) == sorted(expected)
 
     drive(app, script)
 
@@ -244,14 +238,14 @@ def colours(strip):
             yield text, (back, front) if style.reverse else (front, back), style.dim
 
 
-@pytest.mark.quick("_sequences")
-@pytest.mark.parametrize("focus", ["_map", "_sequences", "_time"])
+@pytest.mark.quick("sequences")
+@pytest.mark.parametrize("focus", ["map", "sequences", "time"])
 def test_every_text_has_contrast(events, focus):
     """At least 4.5 : 1, WCAG's level AA for text. Borders and footer are Textual's."""
     app = app_of(events)
 
     async def script(pilot):
-        getattr(app, focus).focus()
+        panel(app, focus).focus()
         await press(pilot, "p")
         panels = {y for panel in app.query(".panel") for y in range(panel.region.y + 1, panel.region.bottom)}
         strips = app.screen._compositor.render_strips()
@@ -267,17 +261,11 @@ def test_every_text_has_contrast(events, focus):
     drive(app, script, (120, 40))
 
 
-def test_empty_blocks_have_seven_times_the_light_of_the_panel():
-    grey = tuple(Color.parse("bright_black").get_truecolor(ANSI))
-    assert contrast(grey, tuple(ANSI.background_color)) > 7
-    assert contrast((0, 0, 0), (255, 255, 255)) == pytest.approx(21)
-
-
 def test_the_cursor_and_the_selection_hide_no_ref_count(events):
     app = app_of(events)
 
     async def script(pilot):
-        app._map.focus()
+        panel(app, "map").focus()
         for stop in range(app.player.last):
             app.player.move_to(stop)
             app.tick()
@@ -285,9 +273,9 @@ def test_the_cursor_and_the_selection_hide_no_ref_count(events):
             shared = [block_id for block_id, count in enumerate(state.ref_counts) if count > 1]
             if not shared:
                 continue
-            app._map.go_to(shared[0])
+            panel(app, "map").go_to(shared[0])
             await settle(pilot)
-            row = screen_text(app).splitlines()[app._map.region.y + 1]
+            row = screen_text(app).splitlines()[panel(app, "map").region.y + 1]
             assert row[shared[0]] == str(state.ref_counts[shared[0]])
             return True
         return False
@@ -309,35 +297,6 @@ def test_at_80_columns_a_key_shows_block_tables_and_reasons(events):
     drive(app, script)
 
 
-def test_the_list_names_the_units_of_its_columns_where_there_is_room(events):
-    app, units = app_of(events), "(out: tokens, waited: steps, preempted: times)"
-
-    async def script(pilot):
-        assert units in await press(pilot, *"20", "enter")
-        assert units not in await press(pilot, "c")
-
-    drive(app, script, size=(120, 40))
-
-
-def test_a_page_says_reading_until_its_story_is_known(events, monkeypatch):
-    app, go_on = app_of(events), threading.Event()
-    story = app.pool_player.sequence_story
-    monkeypatch.setattr(app.pool_player, "sequence_story", lambda seq_id: (go_on.wait(10), story(seq_id))[1])
-
-    async def script(pilot):
-        text = await press(pilot, *"20", "enter", "enter")
-        assert isinstance(app.screen, StoryPage)
-        assert "reading ..." in text
-        assert "nothing is known" not in text
-        go_on.set()
-        end = time.monotonic() + 10
-        while "admit: " not in screen_text(app):
-            assert time.monotonic() < end
-            await pilot.pause(0.05)
-
-    drive(app, script)
-
-
 # ---------------------------------------------------------------------- copies
 
 
@@ -354,11 +313,11 @@ def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, mo
         assert heading[:3] == ["seq", "request", "state"]
         assert {int(row[0]) for row in rows} == set(state.seqs)
         assert all(len(row) == len(heading) for row in rows)
-        app._map.focus()
+        panel(app, "map").focus()
         await press(pilot, "y")
         blocks = [line.split("\t") for line in app.clipboard.splitlines()][1:]
         assert [int(row[2]) for row in blocks] == state.ref_counts
-        app._time.focus()
+        panel(app, "time").focus()
         await press(pilot, "Y", "enter")
         lines = (tmp_path / "time-step-20.tsv").read_text().splitlines()
         assert [int(line.split("\t")[1]) for line in lines[1:]] == list(app.player.series.columns["used"])
@@ -370,10 +329,9 @@ def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, mo
 # ---------------------------------------------------------------------- the way back after a run
 
 
-def watched_to_its_end(script, **options):
+def watched_to_its_end(script, has_ended):
     """A small run under the application, which is driven once it has ended."""
-    events = []
-    player = LivePlayer(**options)
+    events, player = [], LivePlayer()
     app = PoolApp(player, "pagedcli trace")
 
     def work():
@@ -387,10 +345,7 @@ def watched_to_its_end(script, **options):
     assert player.has_started.wait(10)
 
     async def when_ended(pilot):
-        end = time.monotonic() + 10
-        while not player.has_ended or (player._is_read_back and app.player is player):
-            assert time.monotonic() < end
-            await pilot.pause(0.02)
+        await until(pilot, lambda: has_ended(app, player))
         await pilot.pause(0.15)
         return await script(pilot, app, events)
 
@@ -409,7 +364,7 @@ def test_a_finished_run_goes_back_to_any_step():
         await press(pilot, "]", ",")
         assert app.player.position == app.player.last - 1
 
-    watched_to_its_end(script)
+    watched_to_its_end(script, lambda app, player: player.has_ended and app.player is player.past)
 
 
 def test_a_run_too_long_to_keep_says_so(monkeypatch):
@@ -419,7 +374,7 @@ def test_a_run_too_long_to_keep_says_so(monkeypatch):
         assert len(events) > 20
         assert "too long to keep: record it with --record" in await press(pilot, ",")
 
-    watched_to_its_end(script)
+    watched_to_its_end(script, lambda app, player: player.has_ended)
 
 
 @pytest.mark.slow

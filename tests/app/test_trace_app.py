@@ -6,10 +6,9 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
-from app_harness import drive, press, screen_text, settle
+from app_harness import drive, press, screen_text, settle, until
 from harness.core import Simulation
 
 from pagedcli.app.pool_app import PoolApp
@@ -28,14 +27,15 @@ class Run:
     def __init__(self, *, num_requests=3, num_new=6, act=lambda run: None, **options):
         self.player = LivePlayer(**options)
         self.app = PoolApp(self.player, "pagedcli trace")
-        self.error = None
+        self.error, self.events = None, []
         self._size = (num_requests, num_new)
         self._act = act
         self.thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self):
         try:
-            self.sim = Simulation(8, 2, emit=self.player.on_event, max_num_seqs=3, max_num_batched_tokens=64)
+            emit = to_all(self.events.append, self.player.on_event)
+            self.sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
             num_requests, num_new = self._size
             for index in range(num_requests):
                 self.sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], num_new)
@@ -56,15 +56,6 @@ class Run:
             self.player.release()
             self.thread.join(10)
             assert not self.thread.is_alive()
-
-
-async def until(pilot, holds, seconds=10.0):
-    """Wait until something holds, while the screen lives."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, screen_text(pilot.app)
-        await pilot.pause(0.02)
-    await settle(pilot)
 
 
 def at_step(run, step):
@@ -154,7 +145,7 @@ def test_quitting_ends_the_run_after_its_step(key):
 
     run.under(script)
     assert run.error is None
-    assert isinstance(run.player._events[-1], StepFinished)
+    assert isinstance(run.events[-1], StepFinished)
     assert run.player.live.state.step_number == 0
 
 
@@ -212,30 +203,6 @@ def test_what_others_print_meanwhile_is_kept_for_later():
     assert "".join(run.app.printed) == "while the screen is open\n"
 
 
-def test_moments_are_copied_only_when_the_screen_asks(monkeypatch):
-    """Drawing may take a small share of the time; in between the engine only folds."""
-    now_s = [100.0]
-    clock = SimpleNamespace(monotonic=lambda: now_s[0], thread_time=float)
-    monkeypatch.setattr("pagedcli.app.pool_players.time", clock)
-    player = LivePlayer()
-    player.screen_is_open.set()
-    copies = []
-    original = player.live.copy
-    player.live.copy = lambda: (copies.append(1), original())[1]
-    sim = Simulation(60, 4, emit=player.on_event)
-    for index in range(30):
-        sim.add([index, 2, 3], 20)
-    for _ in range(10):
-        sim.step()
-    assert len(copies) == 2  # at the start and at the first step
-    player.poll()
-    now_s[0] += 0.11
-    player.poll()
-    for _ in range(10):
-        sim.step()
-    assert len(copies) == 3
-
-
 def test_every_key_may_come_before_the_first_step():
     player = LivePlayer()
     app = PoolApp(player, "pagedcli trace")
@@ -269,53 +236,6 @@ class WatchedClock(HeldClock):
             self.is_held = True
             yield
             self.is_held = False
-
-
-def test_paused_time_is_no_time_of_the_run(tmp_path):
-    """Neither in its figures, nor in waiting and TTFT, nor on the clock of its recording."""
-    prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
-    prompts.write_text('{"prompt": "The fox", "max_tokens": 3}\n{"prompt": "Once upon a time", "max_tokens": 5}\n')
-    loaded = load_config(None, {"engine.num_kvcache_blocks": 64})
-    player = LivePlayer(paused=True)
-    player.clock_ns = WatchedClock()
-    job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")
-    results, steps = [], []
-
-    def emit_step(event):
-        steps.extend([event.step] if isinstance(event, StepScheduled) else [])
-        player.on_event(event)
-
-    def work():
-        with TraceWriter(trace) as writer:
-            emit = to_all(writer, emit_step)
-            results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=player.clock_ns))
-        player.finish()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    assert player.has_started.wait(60)
-    start, paused_s = time.monotonic(), 0.0
-    player.screen_is_open.set()
-    for step in range(4):
-        while not (player.clock_ns.is_held and steps[-1:] == [step]):
-            time.sleep(0.001)
-        before = time.monotonic()
-        time.sleep(0.3)
-        paused_s += time.monotonic() - before
-        if step < 3:
-            player.step(1)
-    player.release()
-    thread.join(60)
-    running_s = time.monotonic() - start - paused_s
-    assert results == [0]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["elapsed_s"] < running_s
-    assert summary["ttft_s"]["p99"] < running_s
-    assert summary["queued_s"]["p99"] < running_s
-    assert sum(summary["cache"]["waiting_s"].values()) < running_s
-    times = [event.time_ns for event in TraceReader(trace) if isinstance(event, StepStarted | StepFinished)]
-    assert (times[-1] - times[0]) / 1e9 < running_s
-    assert times == sorted(times)
 
 
 def test_a_pause_while_the_speed_holds_the_run_shows_the_step_that_waits():
@@ -355,7 +275,7 @@ def test_a_pause_while_the_speed_holds_the_run_shows_the_step_that_waits():
 
 
 def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
-    """The second request waits while the first is paused: no figure of it and no time of the recording says so."""
+    """The second request waits while the first is paused: neither figures nor waiting nor the recording say so."""
     prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 12}\n{"prompt": "Once upon a time", "max_tokens": 3}\n')
     loaded = load_config(None, {"engine.num_kvcache_blocks": 64, "engine.max_num_seqs": 1})

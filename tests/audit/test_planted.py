@@ -134,14 +134,6 @@ def test_a_fault_without_logprobs_shows_in_the_texts():
     assert [check for check, _ in texts(run, Status.FAULT)] == ["repeat"]
 
 
-def test_a_fault_of_whole_blocks_is_said_to_be_one(tmp_path):
-    run = audit(Settings(fault="full-hit"), seed=1, checks=("noise", "repeat"), folder=tmp_path)
-    (verdict,) = [each for each in run.verdicts() if each.status is Status.FAULT]
-    assert "in 16 of 48 pairs" in verdict.text
-    assert "all of whole blocks exactly (16, 32, 64, 128, ... 1,024 tokens)" in verdict.text
-    assert f"shortest failing prompt: 16 tokens, in {run.files[0].name}" in verdict.text
-
-
 @pytest.mark.quick("limits0")
 @pytest.mark.parametrize("limits", [{"max_requests": 40}, {"max_tokens": 6000}])
 def test_a_limit_ends_the_audit_with_what_is_known(limits):

@@ -1,9 +1,12 @@
 """What a person reads while a run goes on, and that nothing steers the terminal."""
 
 import io
+import re
+import sys
+from pathlib import Path
 
 import pytest
-from rich.console import Console
+from cli_harness import pagedcli
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.session import parse_shard
@@ -12,7 +15,9 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text
 from pagedcli.show import progress
-from pagedcli.show.terminal import TerminalJson, printable
+from pagedcli.show.terminal import TerminalJson, printable, say_wrapped
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def some_stats():
@@ -42,25 +47,44 @@ def test_rows_and_time_left_count_what_the_journal_had():
     assert progress.rows_text(BatchStats(num_done=5)) == "5 rows", "the number of lines of stdin is not known"
 
 
-def test_the_live_display_fits_80_columns():
-    view = progress._LiveProgress(progress.average_pace)
-    out = io.StringIO()
-    Console(file=out, width=80, force_terminal=False).print(view._render(some_stats()))
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("400/1,000 rows, 3 failed")
-    assert lines[0].endswith("60 s left")
-    for part in ("tok/s", "KV 75 %", "hits 25 %", "preempted 7"):
-        assert part in lines[1]
-    assert all(len(line) <= 80 for line in lines)
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
-def test_a_log_gets_a_plain_line_now_and_then(monkeypatch, capsys):
+def on_a_terminal(monkeypatch, columns):
+    """What is shown on a terminal from now on, without the moves of its cursor."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    return lambda: re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
+
+
+@pytest.fixture
+def clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_live_display_fits_80_columns(clock, monkeypatch):
+    terminal = on_a_terminal(monkeypatch, 80)
     with progress.progress_view(quiet_terminal=False) as view:
-        for tick in range(12):
-            now[0] = float(tick)
+        clock[0] = 10.0
+        view.update(some_stats())
+        lines = [line for line in terminal().splitlines() if line.strip()]
+    assert len(lines) == 2
+    assert lines[0].startswith("400/1,000 rows, 3 failed")
+    assert lines[0].rstrip().endswith("60 s left")
+    for part in ("tok/s", "KV 75 %", "hits 25 %", "preempted 7"):
+        assert part in lines[1]
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+
+
+def test_a_log_gets_a_plain_line_now_and_then(clock, capsys):
+    with progress.progress_view(quiet_terminal=False) as view:
+        for clock[0] in range(12):
             view.update(some_stats())
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2, "at 5 and at 10 seconds"
@@ -68,14 +92,43 @@ def test_a_log_gets_a_plain_line_now_and_then(monkeypatch, capsys):
     assert lines[0].endswith("60 s left")
 
 
-def test_continuations_that_are_computed_move_the_speed_of_prompts(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    rates, stats = progress._Rates(), BatchStats(facts=RunFacts(num_prompt_tokens=100, num_cached_tokens=40))
-    for second in range(1, 5):
-        now[0], stats.facts.num_computed_tokens = float(second), 60 + 50 * second
-        rates.add(stats)
-    assert rates.per_s() == (300 / 4, 0), "the prompt once, and 50 tokens of continuations each second"
+def test_continuations_that_are_computed_move_the_speed_of_prompts(clock, capsys):
+    stats = BatchStats(facts=RunFacts(num_prompt_tokens=100, num_cached_tokens=40, num_blocks=1))
+    with progress.progress_view(quiet_terminal=False) as view:
+        for clock[0] in range(1, 6):
+            stats.facts.num_computed_tokens = 60 + 50 * clock[0]
+            view.update(stats)
+    assert "prompt 70 tok/s" in capsys.readouterr().err, "100 once, and 50 tokens of continuations each second"
+
+
+LINE = "  waiting      mean 64.3 ms a sequence, 1.54 s in all: 52.3 % token budget, 47.7 % free blocks of the pool"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_lines_of_the_summary_break_between_words(monkeypatch, columns):
+    terminal = on_a_terminal(monkeypatch, columns)
+    say_wrapped(LINE, indent=15)
+    lines = terminal().splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert terminal().split() == LINE.split(), "no word is broken"
+    assert all(line.startswith(" " * 15) for line in lines[1:])
+    assert lines[0].startswith("  waiting      mean 64.3 ms")
+
+
+def test_a_pipe_gets_each_line_whole(capsys):
+    say_wrapped(LINE, indent=15)
+    assert capsys.readouterr().err == LINE + "\n"
+
+
+def test_a_page_explains_every_label_of_the_summary(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "The fox", "max_tokens": 40}\n' * 6)
+    flags = ("-o", tmp_path / "out.jsonl", "--num-kvcache-blocks", 8, "--max-num-seqs", 4, "--all")
+    said = pagedcli("generate", prompts, *flags).stderr.split("none failed")[1]
+    labels = {label.split("  ")[0].strip() for label in re.findall(r"^  (\S.{10}\S?) +\S", said, re.MULTILINE)}
+    assert {"TTFT", "TPOT", "prefixes", "waste"} <= labels
+    shown = (ROOT / "docs" / "look-inside.md").read_text(encoding="utf-8")
+    assert {label for label in labels if label not in shown} == set()
 
 
 def test_the_resume_command_can_be_pasted():

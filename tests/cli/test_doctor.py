@@ -9,20 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_harness import pagedcli
-from model_zoo import LATENT_FAMILIES, cached_model
-from typer.testing import CliRunner
+from model_zoo import LATENT_FAMILIES, cached_model, tiny_model
 
 from pagedcli.answers.fits import NOT_PREDICTED
 from pagedcli.attention import select
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.cli.main import app
+from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.show.plan_tables import engine_table
 
 
 def doctor(*arguments, expect=0):
-    result = CliRunner().invoke(app, ["doctor", "--device", "cpu", *arguments])
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
+    return pagedcli("doctor", "--device", "cpu", *arguments, expect=expect)
 
 
 def checks(result):
@@ -108,17 +111,6 @@ def test_every_family_that_people_ask_for_is_judged_by_its_config_alone(family, 
     assert facts.keys() >= {"parameters", "weights", "cache", "speed"}
 
 
-def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeypatch):
-    from pagedcli.native import processor
-    from pagedcli.runner.inspection import instruction_notes
-
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"}))
-    notes = instruction_notes()
-    assert "matrix instructions of the processor: amx_tile, avx512_fp16, fma" in notes[0]
-    assert len(notes) == 1 or notes[1].startswith("native library: ")
-    assert len(notes) == 1 or ("bfloat16 by" in notes[2] and "not used: avx512_fp16" in notes[2])
-
-
 def test_a_wrong_cache_fails_the_look_ups(monkeypatch):
     """Only the first cached block is given out, again and again. (Swapped ones do no harm: K knows its position.)"""
     sound = BlockManager.lookup
@@ -171,28 +163,7 @@ def test_a_wrong_backend_fails_alone(monkeypatch, backend, words):
     assert "\n" not in rows[f"attention {backend.name}"]["detail"]
 
 
-def test_a_device_that_is_not_there_is_a_usage_error():
-    result = CliRunner().invoke(app, ["doctor", "--device", "cuda:77"])
-    assert result.exit_code == 2
-    assert "cuda:77" in result.stderr
-
-
-def engine_rows(result):
-    return [(row["what"], row["value"]) for row in json.loads(result.stdout)["engine"]]
-
-
-def test_what_an_engine_does_here_is_told():
-    rows = dict(engine_rows(doctor("--format", "json")))
-    assert rows["dtype"] == rows["KV cache"] == "bfloat16"
-    assert rows["CUDA graphs"] == "none: cpu has none"
-    assert rows["attention"] in select.backend_names()
-
-
 def test_graphs_scales_and_notes_of_a_plan_are_told():
-    from pagedcli.core.limits import Limits
-    from pagedcli.core.plan import Plan
-    from pagedcli.show.plan_tables import engine_table
-
     plan = Plan(
         limits=Limits(),
         model="m",
@@ -217,14 +188,6 @@ def test_graphs_scales_and_notes_of_a_plan_are_told():
 
 
 def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_path):
-    from model_zoo import tiny_model
-
-    from pagedcli.config import EngineConfig
-    from pagedcli.planning.decide import decide
-    from pagedcli.planning.machine import this_machine
-    from pagedcli.runner.llm_engine import LLMEngine
-    from pagedcli.show.plan_tables import engine_table
-
     config = EngineConfig(
         model=str(tiny_model("qwen3", tmp_path / "model")), dtype="float16", device="cpu",
         attention_backend="sdpa", num_kvcache_blocks=4,

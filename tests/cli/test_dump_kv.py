@@ -4,10 +4,6 @@ import json
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
-from typer.testing import CliRunner
-
-from pagedcli.cli.dump_kv import with_value
-from pagedcli.cli.main import app
 
 TABLES = ("steps", "sequences", "blocks", "lookups")
 
@@ -51,71 +47,20 @@ def test_a_bare_flag_takes_no_prompts_file_for_its_own(run):
         ("generate", "-o", "/dev/null", *FAST, "--dump-kv", given),
         ("trace", "--dump-kv", given, *FAST),
         ("trace", "--dump-kv", run / "run.jsonl"),
+        ("trace", "--dump-kv", "--", run / "run.jsonl"),
     ):
         assert "Sequences (new, cached, tokens and out: in tokens)\n" in pagedcli(*arguments).stdout
     assert sorted(path.name for path in run.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "value"),
-    [
-        ("in.jsonl --dump-kv kv.csv", "kv.csv"),
-        ("--dump-kv kv.csv in.jsonl", "kv.csv"),
-        ("--dump-kv in.jsonl", ""),
-        ("in.jsonl --dump-kv", ""),
-        ("--dump-kv -o out.jsonl in.jsonl", ""),
-        ("in.jsonl -o out.jsonl --dump-kv --steps 3", ""),
-        ("--dump-kv in.jsonl.gz", ""),
-        ("--dump-kv -- in.jsonl", ""),
-        ("in.jsonl --dump-kv=kv.txt", "kv.txt"),
-        ("--dump-kv=kv.jsonl in.jsonl", "kv.jsonl"),
-        ("in.jsonl", None),
-    ],
-)
-def test_the_next_word_is_the_file_if_another_one_names_the_input(arguments, value):
-    words = with_value(arguments.split(), FakeParser())
-    given = [word.partition("=")[2] for word in words if word.startswith("--dump-kv")]
-    assert given == ([] if value is None else [value])
-    assert [word.partition("=")[0] for word in words] == [
-        word.partition("=")[0] for word in arguments.split() if word != value
-    ]
-
-
-class FakeParser:
-    """Of a command with prompts, -o and --steps."""
-
-    def parse_args(self, args):
-        values, words = {}, iter(args)
-        for word in words:
-            if word in ("-o", "--steps"):
-                values[word] = next(words)
-            elif not word.startswith("-"):
-                values["prompts"] = word
-        return values, [], []
-
-
-def test_other_formats_and_what_is_refused(run):
+def test_other_formats_have_the_same_steps_and_no_file_is_replaced(run):
     trace = run / "run.jsonl"
     lines = pagedcli("trace", trace, "--dump-kv", "--format", "json").stdout.splitlines()
     assert [json.loads(line)["step"] for line in lines] == [row["step"] for row in rows_of(run / "kv.steps.jsonl")]
     generated = ("generate", run / "in.jsonl", "-o", "/dev/null", *FAST, "--dump-kv", "--format", "md")
     assert pagedcli(*generated).stdout == pagedcli("trace", trace, "--format", "md").stdout
-    for arguments, message in (
-        (
-            ("generate", run / "in.jsonl", "--dump-kv", "--format", "csv"),
-            "--dump-kv FILE.csv writes the tables as data",
-        ),
-        (("generate", run / "in.jsonl", "--steps", "3"), "--steps and --every need --dump-kv"),
-        (("trace", trace, "--dump-kv=kv.txt"), "its name must end in .csv, .jsonl or .parquet"),
-        (("trace", trace, "--dump-kv", "--steps", "9-3"), "--steps is '9-3'"),
-        (("trace", trace, "--step", "3", "--every", "2"), "--step cannot be combined with --steps or --every"),
-        (("trace", trace, "--steps", "900-"), "has no step 900: the last one is"),
-        (("trace", trace, "--dump-kv", run / "kv.jsonl"), "kv.steps.jsonl already exists"),
-        (("explain", trace, "--dump-kv"), "No such option"),
-    ):
-        result = CliRunner().invoke(app, [str(word) for word in arguments])
-        assert result.exit_code == 2
-        assert message in result.stderr, arguments
+    said = pagedcli("trace", trace, "--dump-kv", run / "kv.jsonl", expect=2).stderr
+    assert "kv.steps.jsonl already exists" in said
 
 
 def test_some_steps_only(run, tmp_path):

@@ -29,6 +29,7 @@ run()
 LATER = (
     *("rich.console", "transformers.models", "pagedcli.answers.cures", "pagedcli.answers.time"),
     *("pagedcli.kvevents", "pagedcli.views.explain", "pagedcli.views.whole_run", "pagedcli.show.data_files"),
+    *("pyarrow", "pandas", "ray"),
     *(f"pagedcli.models.families.{name}" for name in ("mixtures", "hybrids", "latents", "gemma4")),
 )
 MOST_MODULES = 200  # of pagedcli

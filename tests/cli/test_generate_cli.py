@@ -1,46 +1,20 @@
 """`pagedcli generate` as a person meets it: messages, exit codes, files, streams."""
 
 import gzip
-import io
 import json
-import re
 import shutil
 import struct
 from pathlib import Path
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
-from conftest import shared_data
 
-from pagedcli.config import EngineConfig
+from pagedcli.batch.fingerprint import run_fingerprint
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.config import Config, EngineConfig
 from pagedcli.models.hub import model_folder
 
 # ---------------------------------------------------------------------- good runs
-
-
-def test_a_file_becomes_a_file_and_stderr_tells_what_happened(prompts, out):
-    result = pagedcli("generate", prompts, "-o", out, *FAST)
-    assert [row["index"] for row in rows_of(out)] == [0, 1, 2]
-    assert result.stdout == ""
-    for said in (
-        "model: built-in demo model",
-        "plan: cpu",
-        "KV cache: 64 blocks of 16 tokens",
-        "minimum cacheable prefix: 16 tokens (one block)",
-    ):
-        assert said in result.stderr, said
-    rows, cache, where = result.stderr.splitlines()[-3:]
-    tokens = r"\d+ prompt tokens \(0 % from the cache\), 12 generated, [\d,]+ tokens/s\."
-    assert re.fullmatch(rf"3 rows in [\d.]+ s, none failed: {tokens}", rows)
-    assert re.fullmatch(r"KV cache: at most \d+ of 64 blocks in use; no preemptions\.", cache)
-    assert where == f"rows: {out}"
-    assert [path.name for path in out.parent.iterdir()] != []
-    assert not out.with_name("out.jsonl.partial").exists()
-
-
-def test_rows_go_to_stdout_and_nothing_else_does(prompts):
-    result = pagedcli("generate", prompts, *FAST)
-    assert [row["index"] for row in rows_of(result.stdout)] == [0, 1, 2]
 
 
 def test_stdin_and_gzip_give_the_same_rows(prompts, tmp_path):
@@ -71,90 +45,13 @@ def test_the_summary_counts_the_tokens_of_the_rows(prompts, out, tmp_path):
     assert json.loads(summary.read_text())["row_tokens"] == tokens > 0
 
 
-def test_a_config_file_is_read_and_flags_win(prompts, tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text("engine: {block_size: 4, num_kvcache_blocks: 64}\nsampling: {max_tokens: 2, ignore_eos: true}\n")
-    result = pagedcli("generate", prompts, "-C", config)
-    assert "64 blocks of 4 tokens" in result.stderr
-    assert [row["usage"]["completion_tokens"] for row in rows_of(result.stdout)] == [2, 2, 2]
-    result = pagedcli("generate", prompts, "-C", config, "--max-tokens", 3)
-    assert [row["usage"]["completion_tokens"] for row in rows_of(result.stdout)] == [3, 3, 3]
-
-
 def test_completion_order_has_the_same_rows(prompts):
     lines = "".join(json.dumps({"prompt": "Hello", "max_tokens": n, "ignore_eos": True}) + "\n" for n in (9, 1, 5))
     result = pagedcli("generate", "-", *FAST, "--order", "completion", stdin=lines)
     assert [row["index"] for row in rows_of(result.stdout)] == [1, 2, 0]
 
 
-def test_shards_are_every_nth_row(prompts):
-    assert [row["index"] for row in rows_of(pagedcli("generate", prompts, *FAST, "--shard", "1/2").stdout)] == [0, 2]
-    assert [row["index"] for row in rows_of(pagedcli("generate", prompts, *FAST, "--shard", "2/2").stdout)] == [1]
-    assert "--shard" in pagedcli("generate", prompts, *FAST, "--shard", "3/2", expect=2).stderr
-
-
-def test_devices_are_written_directly(prompts):
-    assert "rows:" not in pagedcli("generate", prompts, "-o", "/dev/null", *FAST).stderr
-
-
 # ---------------------------------------------------------------------- what goes wrong
-
-
-def test_bad_lines_finish_with_exit_code_3(tmp_path, out):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
-    result = pagedcli("generate", bad, "-o", out, *FAST, expect=3)
-    good, failed = rows_of(out)
-    assert good["error"] is None
-    assert failed["error"] == {
-        "code": "invalid_request",
-        "message": "a line needs either 'prompt' or 'messages', this one has neither",
-        "line": 2,
-    }
-    assert "2 rows" in result.stderr
-    assert re.search(r"^1 of \d rows failed, the first in line \d: ", result.stderr, re.M)
-    assert "note: 1 line with the field 'promt', which has no effect" in result.stderr
-
-
-def test_a_file_of_only_bad_lines_finishes_with_exit_code_3(tmp_path, out):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("no\nnope\n")
-    pagedcli("generate", bad, "-o", out, *FAST, expect=3)
-    assert [row["error"]["code"] for row in rows_of(out)] == ["invalid_json"] * 2
-
-
-def test_an_empty_file_gives_an_empty_output(tmp_path, out):
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    assert "0 rows in " in pagedcli("generate", empty, "-o", out, *FAST).stderr
-    assert out.read_text() == ""
-
-
-def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(tmp_path, out):
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"prompt": [5] * 100}) + "\n" + PROMPTS)
-    pagedcli("generate", long, "-o", out, "--max-tokens", 4, "--num-kvcache-blocks", 4, expect=3)
-    refused, *served = rows_of(out)
-    assert refused["error"]["code"] == "kv_cache_exceeded"
-    assert "needs 7 blocks of 16 tokens, the pool has 4" in refused["error"]["message"]
-    assert all(row["error"] is None for row in served)
-
-
-def test_max_errors_ends_the_run_and_keeps_the_rows(tmp_path, out):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("no\n" * 50)
-    result = pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
-    assert "Stopped by --max-errors after 2 rows" in result.stderr
-    assert not out.exists()
-    pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=3)
-    assert len(rows_of(out)) == 50
-
-
-def test_a_missing_model_folder_is_named(prompts, out):
-    result = pagedcli("generate", prompts, "-o", out, "-m", "./no/such/model", expect=2)
-    assert "error: no model folder at no/such/model" in result.stderr
-    assert "hint: check the path given with -m/--model" in result.stderr
-    assert list(out.parent.iterdir()) == [prompts]
 
 
 def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_path):
@@ -168,24 +65,6 @@ def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_pa
     weights.write_bytes(struct.pack("<Q", 2**40))
     assert "model.safetensors" in pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1).stderr
     assert not list(out.parent.glob("out*"))
-
-
-def test_an_output_that_exists_is_refused_before_the_model_is_loaded(prompts, out):
-    out.write_text("precious\n")
-    result = pagedcli("generate", prompts, "-o", out, *FAST, expect=2)
-    assert "already exists" in result.stderr
-    assert "--overwrite" in result.stderr
-    assert "plan:" not in result.stderr
-    assert out.read_text() == "precious\n"
-    pagedcli("generate", prompts, "-o", out, *FAST, "--overwrite")
-    assert len(rows_of(out)) == 3
-
-
-def test_resume_of_a_complete_output_does_nothing(prompts, out):
-    pagedcli("generate", prompts, "-o", out, *FAST)
-    before = out.read_bytes()
-    assert "nothing to resume" in pagedcli("generate", prompts, "-o", out, *FAST, "--resume").stderr
-    assert out.read_bytes() == before
 
 
 def test_resume_without_a_journal_begins(prompts, out):
@@ -207,22 +86,24 @@ def test_resume_with_other_settings_names_the_difference(tmp_path, out):
 
 def test_other_weights_of_the_same_shapes_are_another_model(tmp_path):
     """A later checkpoint: no name, size or header differs."""
-    from pagedcli.batch.fingerprint import _model_digest
+
+    def digest():
+        return run_fingerprint(Config(), model, Tokenizer(model), shard="1/1")["model files"]
 
     model = tmp_path / "model"
     shutil.copytree(model_folder(EngineConfig()), model)
-    before = _model_digest(model)
+    before = digest()
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1000] ^= 1
     (model / "model.safetensors").write_bytes(weights)
-    assert _model_digest(model) != before
+    assert digest() != before
     with (model / "large.safetensors").open("wb") as file:
         file.truncate(2**30)
-    before = _model_digest(model)
+    before = digest()
     with (model / "large.safetensors").open("r+b") as file:
         file.seek(2**29)
         file.write(b"x" * 2**25)
-    assert _model_digest(model) != before
+    assert digest() != before
 
 
 def test_stdin_resumes_if_it_brings_the_same_lines(out):
@@ -257,52 +138,9 @@ def test_nothing_from_the_input_steers_the_terminal(tmp_path):
 # ---------------------------------------------------------------------- looking inside
 
 
-def test_record_writes_a_trace_without_prompts_unless_asked(prompts, out, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    pagedcli("generate", prompts, "-o", out, *FAST, "--record", trace)
-    events = rows_of(trace)
-    assert events[0]["event"] == "engine_started"
-    assert {"request_added", "blocks_allocated", "request_finished"} <= {event["event"] for event in events}
-    assert all(event.get("token_ids") is None for event in events)
-    pagedcli("generate", prompts, "-o", out, "--overwrite", *FAST, "--record", trace, "--record-tokens")
-    assert any(event.get("token_ids") for event in rows_of(trace))
-
-
-def test_a_dry_run_judges_every_line_and_writes_nothing(tmp_path, out):
-    mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text(PROMPTS + "no\n")
-    result = pagedcli("generate", mixed, "-o", out, "--dry-run", "--format", "json", expect=3)
-    facts = json.loads(result.stdout)
-    assert facts["num_rows"] == 4
-    assert facts["bad_row_codes"] == {"invalid_json": 1}
-    assert not list(out.parent.glob("out*"))
-
-
-def test_a_chat_without_a_template_is_an_error_row(tmp_path):
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    model = shared_data("stories260k")
-    (row,) = rows_of(pagedcli("generate", chat, "-m", model, *FAST, expect=3).stdout)
-    assert row["error"]["code"] == "no_chat_template"
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (row,) = rows_of(pagedcli("generate", chat, "-m", model, *FAST, "--chat-template", template).stdout)
-    assert row["error"] is None
-
-
-def test_stdin_is_read_as_bytes_not_as_text(monkeypatch):
-    stdin = io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": "\xff"}\n'), encoding="ascii")
-    monkeypatch.setattr("sys.stdin", stdin)
+def test_stdin_is_read_as_bytes_not_as_text():
     result = pagedcli("generate", "-", *FAST, stdin=b'{"prompt": "a"}\n{"prompt": "\xff"}\n', expect=3)
     assert rows_of(result.stdout)[1]["error"]["code"] == "invalid_utf8"
-
-
-@pytest.mark.parametrize("flags", [("--kv-cache-memory", "900GiB"), ("--num-kvcache-blocks", str(10**12))])
-def test_a_pool_larger_than_the_memory_is_refused(tmp_path, flags):
-    prompts = tmp_path / "in.jsonl"
-    prompts.write_text(PROMPTS)
-    result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *flags, expect=2)
-    assert "asks for a KV cache of" in result.stderr
-    assert "GiB of memory are available" in result.stderr
 
 
 @pytest.mark.parametrize(

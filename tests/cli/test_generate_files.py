@@ -5,8 +5,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -46,29 +44,6 @@ def test_a_named_pipe_gives_the_rows_of_a_file(prompts, out, tmp_path):
     through_fifo(fifo, PROMPTS.encode())
     plan = pagedcli("plan", fifo, "--format", "json").stdout
     assert json.loads(plan)["num_rows"] == 3
-
-
-SEVERAL = """
-import sys
-from pagedcli.__main__ import run
-inputs, flags = sys.argv[1:4], sys.argv[4:]
-for name in inputs:
-    sys.argv[1:] = ["generate", name, *flags]
-    try:
-        run()
-    except SystemExit as end:
-        assert not end.code, name
-"""
-
-
-@pytest.mark.long
-def test_pipes_of_a_shell_give_the_rows_of_a_file(prompts):
-    if not os.path.exists("/bin/bash"):
-        pytest.skip("bash is not on this machine")
-    python, file = shlex.join([sys.executable, "-c", SEVERAL]), shlex.quote(str(prompts))
-    command = f"{python} <(cat {file}) /dev/stdin /dev/fd/3 {shlex.join(FAST)} < <(cat {file}) 3< {file}"
-    made = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=True)
-    assert [row["index"] for row in rows_of(made.stdout)] == [0, 1, 2] * 3, made.stderr
 
 
 def test_a_finished_run_from_a_pipe_is_known_by_its_lines(out):
@@ -188,16 +163,6 @@ def test_a_finished_output_of_other_settings_is_refused_and_each_change_named(pr
     result = pagedcli("generate", prompts, "-o", out, *FAST, "--resume", *flags, expect=2).stderr
     assert said in result
     assert "{" not in result, "no dumps"
-
-
-@pytest.mark.quick('{"prompt": "Once upon a time"}\\n{"prompt": "The dog"}\\n{"prompt": "Hello"}\\n')
-@pytest.mark.parametrize("content", [PROMPTS + PROMPTS, PROMPTS.replace("fox", "dog"), PROMPTS[:20] + "\n"])
-def test_a_finished_output_of_another_input_is_refused(prompts, out, content):
-    pagedcli("generate", prompts, "-o", out, *FAST)
-    prompts.write_text(content)
-    before = files_in(out.parent)
-    assert "input: " in pagedcli("generate", prompts, "-o", out, *FAST, "--resume", expect=2).stderr
-    assert files_in(out.parent) == before
 
 
 def test_any_other_file_is_no_finished_output(prompts, out):

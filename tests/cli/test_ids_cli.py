@@ -56,30 +56,9 @@ def test_private_ids_are_in_no_byte_of_the_trace(folder):
     assert "seq 1" in pagedcli("trace", trace, "--follow", "1").stdout
 
 
-def test_an_unknown_id_is_an_error_with_the_nearest_in_every_command(folder):
-    trace, prompts = folder / "named.jsonl", folder / "p.jsonl"
-    for command in (
-        ("trace", trace, "--follow"), ("trace", trace, "--step", "0", "--follow"), ("explain", trace, "--request"),
-        ("trace", prompts, *FAST, "--follow"),
-    ):  # fmt: skip
-        refused = pagedcli(*command, "code-Tavec", expect=2)
-        assert "there is no request 'code-Tavec' in " in refused.stderr
-        assert "nearest: code-Tavek" in refused.stderr
-        assert refused.stdout == ""
-
-
 def test_following_a_live_run(folder):
     out = pagedcli("trace", folder / "p.jsonl", *FAST, "--dump-kv", "--follow", "code-Tavek").stdout
     assert re.search(r"Prefix lookups of this step\n(.*\n)+? +1 +code-Tavek +new ", out)
     assert "code-Mirano" not in out
     refused = pagedcli("trace", folder / "p.jsonl", *FAST, "--step", "0", "--follow", "seq:99", expect=2)
     assert "no request 'seq:99' in this run" in refused.stderr
-
-
-def test_a_trace_without_ids_still_reads(folder, tmp_path):
-    """Traces of earlier versions have no row_id."""
-    old = tmp_path / "old.jsonl"
-    old.write_text((folder / "private.jsonl").read_text().replace(',"row_id":null', ""))
-    assert "row_id" not in old.read_text()
-    assert "ok, " in pagedcli("trace", old, "--check").stdout
-    assert "no request 'code-Tavek'" in pagedcli("explain", old, "--request", "code-Tavek", expect=2).stderr

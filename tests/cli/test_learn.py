@@ -33,10 +33,6 @@ def taught(tmp_path_factory):
     return learnt
 
 
-def test_there_are_eight_lessons_in_order():
-    assert [lesson.number for lesson in LESSONS] == list(range(1, 9))
-
-
 @pytest.mark.quick("7-state-snapshots.md")
 @EACH
 def test_every_claim_and_the_answer_are_those_of_the_trace(taught, lesson):
@@ -86,10 +82,15 @@ def test_snapshots_every_sixteen_tokens_find_what_lesson_seven_says(tmp_path):
     assert LessonFacts(trace).value("lookups[request_id=1].tokens_hit") == 32
 
 
+@pytest.fixture
+def at_a_terminal(monkeypatch):
+    monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("at_a_terminal")
 def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
     printed = pagedcli("learn", stdin="many\n3\np\n\n4\nq\n", columns=100).stdout
     assert "That is not a number." in printed
     assert "The trace says: 3. You predicted the same." in printed
@@ -105,31 +106,16 @@ def test_a_learner_predicts_saves_the_picture_and_leaves(monkeypatch, tmp_path):
              "The trace says: b) the dog, which arrived last. You predicted a) the fox, which arrived first.")),
      ("zh", ("请输入其中一个：a, b。", "trace 的记录是：b) 小狗（dog），它后到。你的预测是 a) 狐狸（fox），它先到。"))],
 )  # fmt: skip
-def test_a_wrong_letter_is_asked_again_and_a_wrong_prediction_named(monkeypatch, lang, said):
-    monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
+@pytest.mark.usefixtures("at_a_terminal")
+def test_a_wrong_letter_is_asked_again_and_a_wrong_prediction_named(lang, said):
     printed = pagedcli("learn", 5, "--lang", lang, stdin="x\nA\n", columns=100).stdout
     assert all(each in printed for each in said)
 
 
-def test_a_learner_may_leave_before_anything_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr("pagedcli.cli.learn.is_interactive", lambda: True)
+@pytest.mark.usefixtures("at_a_terminal")
+def test_a_learner_may_leave_before_anything_runs(tmp_path):
     pagedcli("learn", 2, "--keep", tmp_path, stdin="q\n")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((9,), "there is no lesson 9"), (("--picture", "x.svg"), "--picture needs the number of a lesson"),
-     ((1, "--picture", "x.pdf"), "its name must end in")],
-)  # fmt: skip
-def test_bad_arguments_are_refused_before_anything_runs(arguments, message):
-    assert message in pagedcli("learn", *arguments, expect=2).stderr
-
-
-def test_a_picture_that_exists_is_refused_before_anything_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.cli.learn.run_lesson", lambda *_: pytest.fail("it ran"))
-    (tmp_path / "x.svg").write_text("mine")
-    assert "already exists" in pagedcli("learn", 1, "--picture", tmp_path / "x.svg", expect=2).stderr
 
 
 def test_a_value_that_is_not_one_is_refused(taught):

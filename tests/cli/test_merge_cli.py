@@ -57,24 +57,10 @@ def test_a_compressed_output_holds_the_same_rows(made, shards, tmp_path):
     assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == (made[0] / "whole.jsonl").read_bytes()
 
 
-def test_a_missing_shard_is_named(shards, tmp_path):
-    assert "1 of 3 shards missing: 2/3" in refused([shards[0], shards[2]], tmp_path / "out.jsonl")
-
-
 def test_a_shard_without_its_record_says_how_to_get_one(shards, tmp_path):
     record_path(shards[1]).unlink()
     said = refused(shards, tmp_path / "out.jsonl", "--overwrite")
     assert "put 2.jsonl.run.json back next to 2.jsonl, move 2.jsonl away, or use generate --overwrite" in said
-
-
-def test_a_shard_that_is_there_twice_is_named(shards, tmp_path):
-    assert "are both shard 1/3" in refused([*shards, shards[0]], tmp_path / "out.jsonl")
-
-
-def test_shards_of_other_settings_are_refused_and_the_difference_named(made, shards, tmp_path):
-    other = tmp_path / "other.jsonl"
-    pagedcli("generate", made[0] / "in.jsonl", "-o", other, "--max-tokens", "3", "--shard", "2/3", expect=3)
-    assert "sampling.max_tokens: 4 -> 3" in refused([shards[0], other, shards[2]], tmp_path / "out.jsonl")
 
 
 def test_a_shard_that_was_cut_or_changed_is_refused(shards, tmp_path):
@@ -94,26 +80,6 @@ def test_a_file_without_description_is_no_shard(made, shards, tmp_path):
     assert "generate --shard" in refused([made[0] / "whole.jsonl"], tmp_path / "out.jsonl")
     record_path(shards[0]).write_text("{}")
     assert "does not describe a run" in refused(shards, tmp_path / "out.jsonl")
-
-
-def test_an_existing_output_is_not_clobbered(shards, tmp_path):
-    out = tmp_path / "out.jsonl"
-    out.write_text("mine")
-    assert "already exists" in pagedcli("merge", *shards, "-o", out, expect=2).stderr
-    assert out.read_text() == "mine"
-    pagedcli("merge", *shards, "-o", out, "--overwrite", expect=3)
-    assert len(rows_of(out)) == 10
-    assert "are the same file" in pagedcli("merge", *shards, "-o", shards[0], "--overwrite", expect=2).stderr
-
-
-def test_an_id_in_two_shards_is_refused_unless_allowed(tmp_path):
-    prompts = write_lines(tmp_path / "in.jsonl", [{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}])
-    shards = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for number, path in enumerate(shards, 1):
-        pagedcli("generate", prompts, "-o", path, *FAST, "--shard", f"{number}/2")
-    assert "1 row ids are in more than one shard: 'x'" in refused(shards, tmp_path / "out.jsonl", expect=1)
-    pagedcli("merge", *shards, "-o", tmp_path / "out.jsonl", "--allow-duplicate-ids")
-    assert [row["index"] for row in rows_of(tmp_path / "out.jsonl")] == [0, 1]
 
 
 def test_shards_in_completion_order_follow_each_other(tmp_path):

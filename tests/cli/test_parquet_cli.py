@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import time
 
 import pytest
@@ -161,20 +159,3 @@ def test_a_run_killed_at_random_moments_gives_the_same_table(table, tmp_path, se
     assert [without_run_dependent_fields(row) for row in resumed] == [
         without_run_dependent_fields(row) for row in whole
     ]
-
-
-@pytest.mark.long
-def test_jsonl_runs_load_no_pyarrow(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
-    program = (
-        "import sys\n"
-        "from pagedcli.cli.main import run\n"
-        "from pagedcli import LLM\n"
-        f"sys.argv = ['pagedcli', 'generate', {str(tmp_path / 'in.jsonl')!r}, '--max-tokens', '2']\n"
-        "try: run()\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "loaded = {'pyarrow', 'pandas', 'ray'} & set(sys.modules)\n"
-        "assert not loaded, loaded\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr

@@ -4,25 +4,18 @@ import json
 import random
 
 import pytest
+from cli_harness import pagedcli
 from conftest import shared_data
-from typer.testing import CliRunner
+from harness.core import make_seq, prefill
 
-from pagedcli.cli.main import app
-from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import unit_digests
-from pagedcli.errors import BackendError
-from pagedcli.planning import step_time
 from pagedcli.planning.prompt_survey import PrefixRows, PromptSurvey, percentile
-from pagedcli.runner.llm_engine import LLMEngine
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 
 def plan(*arguments, stdin=None, expect=0):
-    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], input=stdin)
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
+    return pagedcli("plan", *arguments, stdin=stdin, expect=expect)
 
 
 def as_json(*arguments, **others):
@@ -75,20 +68,6 @@ def test_the_last_token_of_an_equal_prompt_is_not_a_hit():
     }  # fmt: skip
 
 
-class Asker:
-    """What a block manager needs of a sequence."""
-
-    def __init__(self, token_ids, cache_salt):
-        self.token_ids, self.cache_salt = token_ids, cache_salt
-        self.seq_id, self.block_table, self.prefixes = 0, [], []
-        self.num_computed_tokens = self.num_cached_tokens = 0
-        self.num_context_tokens = None
-
-    @property
-    def num_tokens(self):
-        return len(self.token_ids)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_hits_are_those_of_a_block_manager_with_blocks_enough(seed):
     rng = random.Random(seed)
@@ -104,10 +83,7 @@ def test_hits_are_those_of_a_block_manager_with_blocks_enough(seed):
         size = row["block_size"]
         manager, hits = BlockManager(sum(-(-len(token_ids) // size) for token_ids, _ in prompts), size), 0
         for token_ids, salt in prompts:
-            seq = Asker(token_ids, salt)
-            hit = manager.lookup(seq)
-            hits += manager.num_computed_after(seq, hit)
-            manager.allocate(seq, hit, len(token_ids) - manager.num_computed_after(seq, hit))
+            hits += prefill(manager, make_seq(token_ids, cache_salt=salt))
         assert row["hit_tokens"] == hits
         assert row["num_blocks"] == manager.num_blocks - manager.num_free_blocks
 
@@ -141,19 +117,16 @@ def test_the_prompts_of_a_shared_prefix_are_the_first_that_begin_with_it(seed):
         assert (shared.num_prompts, shared.rows) == (len(lines), lines[:4])
 
 
-def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.prompt_survey._MIN_RECENT", 3)
-    index = PrefixRows()
-    prompts = [[token, *range(100)] for token in range(20)]
-    for row, prompt in enumerate(prompts):
-        digests = unit_digests(prompt, None, 8)
+def test_the_index_finds_the_same_before_and_after_merging():
+    """It is merged after 65,536 digests, twice here."""
+    index, of_rows = PrefixRows(), [range(40_000 * row, 40_000 * row + 40_000) for row in range(5)]
+    for row, digests in enumerate(of_rows):
         assert index.num_known(digests) == 0
         index.add(digests, row)
-    assert len(index) == 20 * 12
-    for row, prompt in enumerate(prompts):
-        digests = unit_digests([*prompt, 5, 5, 5], None, 8)
-        assert index.num_known(digests) == 12
-        assert {index.first_row(digest) for digest in digests[:12]} == {row}
+    assert len(index) == 200_000
+    for row, digests in enumerate(of_rows):
+        assert index.num_known([*digests, 10**9]) == 40_000
+        assert {index.first_row(digest) for digest in digests} == {row}
 
 
 def test_waste_and_blocks_by_hand():
@@ -184,75 +157,6 @@ def test_percentiles():
 # ---------------------------------------------------------------------- the command
 
 
-def test_bad_rows_are_told_with_their_lines_and_the_rest_is_planned():
-    lines = [
-        '{"id": "a", "prompt": "The fox sleeps."}',
-        "not json",
-        "",
-        '{"id": "a", "prompt": "again"}',
-        '{"prompt": ""}',
-        '{"id": "b", "prompt": [5, 6], "max_tokens": 5000}',
-        '{"id": "c", "messages": [{"role": "user", "content": "Hello"}], "unknown": 1}',
-        '{"id": "d", "prompt": "Yes or no?", "regex": "yes|no"}',
-        '{"id": "e", "prompt": "Yes or no?", "regex": "(yes|no"}',
-    ]
-    found = as_json("-", stdin="\n".join(lines), expect=3)
-    assert (found["num_rows"], found["num_valid_rows"], found["num_bad_rows"]) == (8, 3, 5)
-    assert [(row["line"], row["code"]) for row in found["bad_rows"]] == [
-        (2, "invalid_json"),
-        (4, "duplicate_id"),
-        (5, "empty_prompt"),
-        (6, "context_length_exceeded"),
-        (9, "invalid_regex"),
-    ]
-    assert found["ignored_fields"] == {"unknown": 1}
-    assert found["num_kvcache_blocks"] > 0
-
-
-def test_max_tokens_of_the_default_are_lowered_to_the_model_length_and_a_flag_is_not():
-    line = json.dumps({"prompt": [5] * 2000})
-    assert as_json("-", stdin=line)["num_output_tokens"] == 48  # the built-in model ends at 2,048 tokens
-    assert as_json("-", "--max-tokens", 48, stdin=line)["num_output_tokens"] == 48
-    found = as_json("-", "--max-tokens", 49, stdin=line, expect=3)
-    assert found["bad_row_codes"] == {"context_length_exceeded": 1}
-
-
-def test_token_ids_outside_the_vocabulary_are_bad_rows():
-    lines = "".join(json.dumps({"prompt": [token_id], "max_tokens": 2}) + "\n" for token_id in (2**63, 10**6, 5))
-    found = as_json("-", stdin=lines, expect=3)
-    assert [row["code"] for row in found["bad_rows"]] == ["invalid_token_id"] * 2
-    assert found["num_valid_rows"] == 1
-
-
-def test_fewer_slots_alone_are_no_reason_for_smaller_blocks():
-    """At 8 tokens per block the file takes 8 % fewer slots; nothing is faster for it."""
-    lines = "".join(json.dumps({"prompt": [i] * 90, "max_tokens": 10}) + "\n" for i in range(3, 6))
-    result = plan("-", "--format", "json", stdin=lines)
-    found = json.loads(result.stdout)
-    slots = {row["block_size"]: row["num_slots"] for row in found["block_sizes"]}
-    assert slots[8] * 1.02 < slots[16]
-
-
-def test_a_missing_field_is_a_bad_row():
-    lines = '{"question": ["one two three", "four"]}\n{"other": 1}\n'
-    found = as_json("-", "--field", "question", stdin=lines, expect=3)
-    assert (found["num_valid_rows"], found["bad_rows"][0]["message"]) == (1, "no field 'question'")
-
-
-@pytest.mark.long
-def test_the_kv_dtype_sets_the_bytes_of_a_block_as_in_the_engine():
-    line = json.dumps({"prompt": [5] * 40})
-    found = as_json("-", "--device", "cpu", "--kv-cache-dtype", "int8", "--num-kvcache-blocks", 9, stdin=line)
-    config = EngineConfig(device="cpu", attention_backend="cpu", kv_cache_dtype="int8", num_kvcache_blocks=9)
-    try:
-        engine = LLMEngine(config)
-    except BackendError as error:
-        pytest.skip(f"no native kernels here: {error.message}")
-    assert found["block_bytes"] == engine.plan.block_bytes
-    refusal = plan("-", "--device", "cpu", "--kv-cache-dtype", "fp8", stdin=line, expect=2).stderr
-    assert "needs a CUDA GPU" in refusal
-
-
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
     reason = "an NVIDIA driver (470.82.01) is loaded, but it is too old for this torch"
     monkeypatch.setattr("pagedcli.planning.machine.unseen_gpu", lambda: reason)
@@ -260,32 +164,6 @@ def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
     arguments = ("-", "--no-calibrate", "--max-tokens", "4")
     assert told in plan(*arguments, stdin='{"prompt": "Once"}\n').stderr
     assert told not in plan(*arguments, "--device", "cpu", stdin='{"prompt": "Once"}\n').stderr
-
-
-def test_a_pool_that_is_too_small_is_told():
-    row = json.dumps({"prompt": [5] * 40, "max_tokens": 60})
-    found = as_json("-", "--num-kvcache-blocks", 3, stdin=row, expect=3)
-    assert found["bad_row_codes"] == {"kv_cache_exceeded": 1}
-    assert found["num_kvcache_blocks"] == 3
-
-
-@pytest.mark.long
-def test_the_screen_and_a_hostile_prompt_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_time, "cache_folder", lambda: tmp_path / "no-times")  # with the processor's name
-
-    def shown(format_, lines='{"id": "x\\u001b[31mred", "prompt": 5}\n{"prompt": "The fox"}\n'):
-        return plan("-", "--all", "--no-calibrate", "--format", format_, stdin=lines, expect=3).stdout
-
-    screen = shown("table")
-    assert "\x1b" not in screen
-    assert "\\x1b[31mred" in screen
-    for title in ("Rows", "Bad rows", "Lengths", "Ideal hit rate and waste", "Fits here"):
-        assert f"{title}\n" in screen
-    first, _, tables = screen.partition("\n\n")
-    assert "would fail, the first in line 1" in first
-    assert max(map(len, tables.splitlines())) < 120
-    assert sum(line.startswith("### ") for line in shown("md").splitlines()) == 8
-    assert "block_size,hit_rate,hit_tokens" in shown("csv")
 
 
 @pytest.mark.long
@@ -304,13 +182,6 @@ def test_shared_texts_name_lines_and_both_ends_on_one_line():
     assert as_json("-", stdin='{"prompt": "The fox"}')["shared_prefixes"] == []
 
 
-def test_several_prompts_of_a_line_name_it_once():
-    question = "Once upon a time there was a llama "
-    line = json.dumps({"prompt": [question + "here", question + "there"]})
-    (row,) = as_json("-", stdin=line)["shared_prefixes"]
-    assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (2, [1], 0)
-
-
 @pytest.mark.long
 def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
     line = json.dumps({"prompt": [5] * 40})
@@ -321,9 +192,3 @@ def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
     found = as_json("-", "--config", path, stdin=line)
     assert found["num_valid_rows"] == 1
     assert "flash" in found["engine"][0]["value"]
-
-
-def test_a_tokenizer_that_is_not_there_is_refused_and_not_looked_up_on_the_hub(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    said = plan(tmp_path / "in.jsonl", "--tokenizer", tmp_path / "absent", expect=2).stderr
-    assert f"--tokenizer: there is no folder {tmp_path}/absent" in said

@@ -56,37 +56,6 @@ def test_plan_and_generate_agree_on_every_row_and_reason(tmp_path, changes):
     assert planned["num_valid_rows"] == len(rows) - len(refused) > 20
 
 
-def told_and_done(tmp_path, rows, *flags):
-    """Prompt tokens found in the cache, and preemptions: as plan tells them, and as generate counts them."""
-    prompts, summary = tmp_path / "in.jsonl", tmp_path / "summary.json"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--num-kvcache-blocks", "24", "--max-num-seqs", "6", *flags)
-    found = json.loads(pagedcli("plan", prompts, "--no-calibrate", *flags, "--format", "json").stdout)
-    pagedcli("generate", prompts, *flags, "--ignore-eos", "--summary-json", summary, "--overwrite")
-    done = json.loads(summary.read_text())
-    return tuple(found["forecast"][name] for name in ("cached_tokens", "preemptions")), (
-        done["cached_tokens"],
-        done["preemptions"],
-    )
-
-
-@pytest.mark.long
-def test_plan_follows_the_flags_that_change_a_run(tmp_path):
-    rows = [
-        {
-            "prompt": [i % 5 * 7 + k % 11 + 1 for k in range(64)] + [i + 1] * (i * 7 % 50),
-            "max_tokens": (40, 20, 90, 5)[i % 4],
-        }
-        for i in range(40)
-    ]
-    seen = set()
-    for flags in (), ("--eviction", "next-use"), ("--preemption-policy", "largest"), ("--load-format", "dummy"):
-        told, done = told_and_done(tmp_path, rows, *flags)
-        assert told == done, flags
-        seen.add(done)
-    assert len(seen) == 3, "both policies change the run, other weights do not"
-
-
 @pytest.mark.long
 def test_plan_says_that_random_samples_make_it_near(tmp_path):
     row = {"prompt": list(range(1, 40)), "max_tokens": 8}
@@ -150,11 +119,3 @@ def test_scored_rows_are_counted_alike_by_summary_plan_and_simulate(tmp_path):
         told.append(found["pools"][0]["num_cached_tokens"])
         assert found["ideal_hit_rate"] == done["cache"]["ideal_hit_rate"]
     assert told == [done["cached_tokens"]] * 3
-
-
-def test_the_sentence_of_a_plan_says_what_rows_it_leaves_out(tmp_path):
-    prompts = tmp_path / "in.jsonl"
-    rows = [{"prompt": "Once", "beam_width": 2, "max_tokens": 2}, {"prompt": "Once", "max_tokens": 2}]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = pagedcli("plan", prompts, "--no-calibrate").stdout
-    assert "to generate, without 1 row of beam search." in found

@@ -1,15 +1,15 @@
-"""`plan` says how long a file takes: a calibration once, then the counts of the run."""
+"""`plan` says how long a file takes: a calibration once, then the counts of the run; first from a sample."""
 
 import json
+import random
 import re
 
 import pytest
 from cli_harness import pagedcli
-from quick import slow_but
 
+from pagedcli.answers.survey import first_answer
 from pagedcli.bench.spread import Busy, BusyWatch
-
-TIGHT = ("--num-kvcache-blocks", "8", "--max-num-seqs", "6")
+from pagedcli.cli import plan
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def forecast_of(path, *flags, expect=0):
 
 
 @pytest.mark.long
-def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+@pytest.mark.usefixtures("step_times")
+def test_the_first_plan_calibrates_and_the_next_one_does_not(many, monkeypatch):
     monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
     first, second = (pagedcli("plan", many, "--all") for _ in range(2))
     assert re.search("calibrating: loads builtin .* s; once for machine and model\n", first.stderr)
@@ -40,49 +40,25 @@ def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, tmp_path, monkeypatch):
-    blocked = tmp_path / "file"
-    blocked.touch()
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: blocked / "times")
+def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, step_times, monkeypatch):
+    step_times.touch()
     monkeypatch.setattr("pagedcli.bench.calibration.BUDGET_S", 0.1)
     error = pagedcli("plan", many).stderr
-    assert f"; each time, as {blocked / 'times'} cannot be written: Not a directory (set XDG_CACHE_HOME)\n" in error
+    assert f"; each time, as {step_times} cannot be written: File exists (set XDG_CACHE_HOME)\n" in error
     assert "once for machine and model" not in error
 
 
 @pytest.mark.slow
-def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+@pytest.mark.usefixtures("step_times")
+def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, monkeypatch):
     monkeypatch.setattr("pagedcli.bench.calibration.MOST_TAKEN", 0.2)
     outputs = []
     for others in (0.4, 0.1, 0.4):
         monkeypatch.setattr(BusyWatch, "read", lambda _, others=others: Busy(others, steal=0.0))
-        outputs.append(pagedcli("plan", many))
+        outputs.append(pagedcli("plan", many, "--all"))
     assert ["calibrating" in output.stderr for output in outputs] == [True, True, False]
     warns = ["while other work took 40.0 % of it" in " ".join(out.stdout.split()) for out in outputs]
     assert warns == [True, False, False]
-
-
-def test_without_a_calibration_there_are_counts_but_no_times(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    result = pagedcli("plan", many, "--all", "--no-calibrate", *TIGHT)
-    assert re.search(r"^preemptions +\d+, \d+ tokens computed again$", result.stdout, re.M)
-    assert "no calibration of this model on this machine: plan without --no-calibrate makes one" in result.stdout
-    assert "Where the time goes" not in result.stdout
-    assert forecast_of(many, "--no-calibrate")["seconds"] is None
-    assert not (tmp_path / "times").exists()
-
-
-@pytest.mark.parametrize("flags", slow_but((TIGHT,), (TIGHT, (*TIGHT, "--reorder", "prefix"), ("--block-size", "4"))))
-def test_the_counts_are_those_of_generate_with_the_same_flags(many, tmp_path, flags):
-    summary = tmp_path / "summary.json"
-    pagedcli("generate", many, "-o", tmp_path / "out.jsonl", "--summary-json", summary, *flags)
-    run, found = json.loads(summary.read_text()), forecast_of(many, *flags)
-    same = ("steps", "preemptions", "recomputed_tokens", "cached_tokens", "generated_tokens", "kv_blocks_peak")
-    assert {name: found[name] for name in same} == {name: run[name] for name in same}
-    assert (run["preemptions"] > 0) == (flags[:4] == TIGHT)
-    assert found["seconds_low"] < found["seconds"] < found["seconds_high"]
-    assert found["seconds"] == pytest.approx(sum(found["seconds_by_part"].values()))
 
 
 @pytest.mark.long
@@ -97,19 +73,58 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     assert "--expected-output and --outputs both set the output lengths" in result.stderr
 
 
-def test_a_dry_run_never_calibrates(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
-    result = pagedcli("generate", many, "--dry-run")
-    assert ". Time unknown: " in result.stdout.splitlines()[0]
-    assert not (tmp_path / "times").exists()
+def write_rows(path, num_rows, **fields):
+    rows = ({"prompt": f"row {n}: and a fox", "max_tokens": 4, "ignore_eos": True, **fields} for n in range(num_rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def test_beams_are_left_out_and_counted(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "Hello"}\n{"prompt": "Hello", "beam_width": 2, "temperature": 0}\n')
-    assert ", without 1 row of beam search." in pagedcli("plan", path, "--all").stdout
+def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
+    """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
+    monkeypatch.setattr("pagedcli.cli.plan.MOST_SIMULATED", 100)
+    path = write_rows(tmp_path / "in.jsonl", 600, max_tokens=200)
+    found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
+        "forecast"
+    ]
+    assert found["simulated_share"] < 0.2
+    assert found["requests"] == pytest.approx(600, abs=30)
+    assert found["generated_tokens"] == pytest.approx(1200, abs=60)
 
 
-def test_an_output_that_is_not_there_is_called_one(prompts):
-    result = pagedcli("plan", prompts, "--no-calibrate", "--outputs", prompts.parent / "none.jsonl", expect=2)
-    assert "cannot read the output" in result.stderr
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory):
+    """12,000 rows, longer towards the end, with two in a hundred bad and a common beginning."""
+    rng = random.Random(7)
+    lines = []
+    for n in range(12_000):
+        tokens = [5, 6, 7] * 8 + [rng.randrange(3, 200) for _ in range(rng.randint(4, 8 + n // 400))]
+        lines.append(json.dumps({"prompt": [] if n % 50 == 3 else tokens, "max_tokens": rng.choice([2, 9])}))
+    path = tmp_path_factory.mktemp("sample") / "in.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.slow
+def test_the_sample_has_the_whole_file_in_its_intervals(long_file, monkeypatch):
+    answers = []
+    monkeypatch.setattr(plan, "first_answer", lambda *given: answers.append(first_answer(*given)) or answers[-1])
+    whole = json.loads(pagedcli("plan", long_file, "--no-calibrate", "--format", "json", expect=3).stdout)
+    [found] = answers
+    assert 1000 < found.scan.num_rows < 4000
+    for about, value in ((found.rows, whole["num_rows"]), (found.prompt_tokens, whole["num_prompt_tokens"])):
+        assert about.low <= value <= about.high
+        assert about.high < 1.25 * about.low
+    assert 0.1 < found.run.hit_rate <= whole["forecast"]["hit_rate"] + 0.01
+    bad = found.scan.num_bad / found.scan.num_rows
+    assert bad == pytest.approx(whole["num_bad_rows"] / whole["num_rows"], rel=0.6)
+
+
+@pytest.mark.long
+def test_the_first_answer_goes_to_stderr_before_the_file_is_read_and_the_rest_is_exact(long_file):
+    shown = pagedcli("plan", long_file, "--no-calibrate", "--format", "json", expect=3)
+    first = shown.stderr.splitlines()[0]
+    assert re.match(r"(|.* here: )about 1[12],\d00 rows, .* prompt tokens, at least .* % of the rows bad, from ", first)
+    assert first.endswith(" rows spread over the file; reading all rows")
+    assert shown.stderr.count("spread over the file") == 1
+    assert "estimate from" not in shown.stderr
+    assert json.loads(shown.stdout)["num_rows"] == 12_000

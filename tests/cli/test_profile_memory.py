@@ -1,23 +1,19 @@
 """`pagedcli profile-memory`: a known machine from numbers alone, this machine by measuring, and both beside."""
 
-import csv
-import io
 import json
 import re
 import subprocess
 import sys
 
 import pytest
+from cli_harness import pagedcli
 from model_zoo import tiny_model
 from models_by_config import QWEN3_06B, QWEN3_30B_A3B
-from typer.testing import CliRunner
 
-from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.runner.llm_engine import LLMEngine
 
-KNOWN = ("--gpu-memory", "23.48GiB", "--used", "3.69GiB", "--peak", "1.58GiB", "--current", "1.14GiB")
 SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 
 
@@ -29,9 +25,7 @@ def qwen3(tmp_path):
 
 
 def profile_memory(*arguments, expect=0):
-    result = CliRunner().invoke(app, ["profile-memory", *map(str, arguments)])
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
+    return pagedcli("profile-memory", *arguments, expect=expect)
 
 
 def as_json(*arguments, expect=0):
@@ -42,104 +36,11 @@ def terms_of(found, column="measured_bytes"):
     return {row["term"]: row[column] for row in found["waterfall"]}
 
 
-def test_the_known_machine_gives_28_mib_and_621_blocks(qwen3):
-    found = as_json("-m", qwen3, "--block-size", 256, *KNOWN)
-    assert found["block_bytes"] == 28 * 2**20
-    assert found["num_kvcache_blocks"] == 621
-    assert found["num_kvcache_tokens"] == 621 * 256
-    assert not found["measured"]
-    assert as_json("-m", qwen3 / "config.json", "--block-size", 256, *KNOWN) == {
-        **found,
-        "model": found["model"] + "/config.json",
-    }
-
-
-def test_the_answer_takes_22_lines_and_all_has_every_table(qwen3, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": [5] * n, "max_tokens": 4}) + "\n" for n in range(20, 30)))
-    asked = ("--prompts", prompts, "--target-concurrency", 64)
-    for flags in (("--max-num-seqs", 4), asked, ("-m", qwen3, *KNOWN), ("-m", qwen3, "--gpu", "h200")):
-        short, in_full = (profile_memory(*flags, *more).stdout.splitlines() for more in ((), ("--all",)))
-        assert len(short) <= 22
-        assert len(short) < len(in_full)
-        said = "\n".join(short)
-        assert re.match(r"num_kvcache_blocks = [\d,]+ \(.*\): [\d,]+ sequences? of [\d,]+ tokens at once", said)
-        need = r"^64 requests of 33 tokens at once need .*: .* is enough\.$"
-        assert bool(re.search(need, said, re.MULTILINE)) == (flags is asked)
-
-
-def test_a_model_too_large_says_what_would_fit(large):
-    flags = ("-m", large, "--gpu-memory", "48GiB", "--max-model-len", "8192")
-    hint = profile_memory(*flags, expect=2).stderr.partition("hint: ")[2]
-    assert "a checkpoint in 4 bits, about 17." in hint
-    found = re.search(r"--tensor-parallel-size 2: (\d+) sequences of 8,192 tokens; 4: [\d,]+ sequences; 8: ", hint)
-    two = as_json(*flags, "--tensor-parallel-size", "2")
-    assert int(found[1]) == int(two["max_concurrency"]) == int(two["concurrency"][0]["max_concurrency"])
-
-
-def test_what_others_hold_is_not_counted_as_the_model(qwen3):
-    gpu = ("-m", qwen3, "--gpu-memory", "80GiB")
-    alone, beside = (as_json(*gpu, *flags) for flags in ((), ("--others", "45GiB")))
-    used = as_json(*gpu, "--used", f"{45 * 2**30 + alone['weights_bytes']}")
-    assert alone["num_kvcache_blocks"] > beside["num_kvcache_blocks"] > 0
-    terms = terms_of(beside, "predicted_bytes")
-    assert terms["others"] == 45 * 2**30 == terms_of(used, "predicted_bytes")["others"]
-    assert terms["runtime"] == terms_of(alone, "predicted_bytes")["runtime"]
-    assert beside["fits"][0]["room_bytes"] == terms["kv_cache"], "formats are compared beside them, too"
-    assert "exclude each other" in profile_memory(*gpu, "--used", "1GiB", "--others", "1GiB", expect=2).stderr
-
-
-def test_a_card_by_name_needs_neither_card_nor_weights(qwen3):
-    found = as_json("-m", qwen3, "--gpu", "h200", "--target-concurrency", 512)
-    terms = terms_of(found, "predicted_bytes")
-    assert terms["weights"] == 2 * 596_049_920
-    assert (
-        terms["total"] - sum(v for k, v in terms.items() if k not in ("total", "kv_cache", "pool")) == terms["kv_cache"]
-    )
-    assert found["num_kvcache_blocks"] == terms["kv_cache"] // found["block_bytes"]
-    [target] = found["target"]
-    assert target["num_blocks"] == 512 * 2560
-    assert not target["fits"]
-    assert target["utilization"] > 1
-
-
-def test_no_block_says_who_holds_the_memory_and_what_to_change(qwen3):
-    result = profile_memory("-m", qwen3, "--gpu-memory", "4GiB", *KNOWN[2:], expect=2)
-    assert " take 1.14 GiB, but only 1.05 GiB of memory are free" in result.stderr
-    assert "hint: end other processes" in result.stderr
-    assert result.stdout.startswith("num_kvcache_blocks = 0: ")
-    assert re.search(r"^- other processes +2\.55 GiB ", result.stdout, re.MULTILINE)
-
-
 @pytest.fixture
 def large(tmp_path):
     """A folder with the config.json of a Qwen3-30B-A3B alone."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     return tmp_path
-
-
-def test_a_model_too_large_says_which_formats_fit(large):
-    num_weights = 30_532_122_624  # as its model card counts
-    found = as_json("-m", large, "--memory", "24GiB", expect=2)
-    assert found["weights_bytes"] == 2 * num_weights
-    assert found["num_kvcache_blocks"] == 0
-    assert found["fits"][0]["flags"] == "as configured"
-    rows = {row["flags"]: row for row in found["fits"]}
-    int4 = rows["--quantization int4"]
-    assert int4["weights_bytes"] == pytest.approx(num_weights * 18 / 32, rel=0.05)
-    assert [rows[each]["longest_request_left_tokens"] for each in ("as configured", int4["flags"])] == [0, 40960]
-    assert int4["token_bytes"] == 2 * 48 * 4 * 128 * 2
-    cached_int8 = rows["--quantization int4 --kv-cache-dtype int8"]
-    assert cached_int8["token_bytes"] == 2 * 48 * 4 * (128 + 4)
-    assert cached_int8["max_concurrency_left"] > 1.9 * int4["max_concurrency_left"]
-    chosen = as_json("-m", large / "config.json", "--quantization", "int4", "--memory", "24GiB")
-    assert chosen["num_kvcache_blocks"] > 0
-    assert chosen["fits"][0] == int4 | {"flags": "as configured"}
-
-
-def test_where_nothing_fits_the_smallest_format_is_named(large):
-    result = profile_memory("-m", large, "--memory", "8GiB", expect=2)
-    assert "nothing fits: even int4 weights take 16.6" in result.stderr
 
 
 def test_a_model_too_large_is_refused_before_it_is_loaded(large):
@@ -149,7 +50,7 @@ def test_a_model_too_large_is_refused_before_it_is_loaded(large):
     with pytest.raises(ConfigError, match=r"the weights of .* take 4\.\d\d TiB, but only"):
         LLMEngine(EngineConfig(model=str(large), device="cpu"))
     (large / "rows.jsonl").write_text('{"prompt": [1, 2, 3]}')
-    plan = CliRunner().invoke(app, ["plan", "-m", str(large), "--device", "cpu", str(large / "rows.jsonl")])
+    plan = pagedcli("plan", "-m", large, "--device", "cpu", large / "rows.jsonl")
     assert re.search(r"num_kvcache_blocks = 0: 4\.\d\d TiB short", plan.stdout)
 
 
@@ -158,30 +59,6 @@ def test_a_folder_without_weights_is_predicted_for_this_machine(qwen3):
     assert not found["measured"]
     assert found["weights_bytes"] == 2 * 596_049_920
     assert "has no weights: predicting" in profile_memory("-m", qwen3, "--device", "cpu", *SMALL).stderr
-
-
-def test_a_pool_given_by_flag_wins_over_the_described_machine(qwen3):
-    assert as_json("-m", qwen3, "--gpu", "h200", "--num-kvcache-blocks", 7)["num_kvcache_blocks"] == 7
-    assert as_json("-m", qwen3, "--gpu", "t4", "--kv-cache-memory", "1GiB")["num_kvcache_blocks"] == 2**30 // 1_835_008
-
-
-def test_the_kv_dtype_changes_blocks_and_nothing_else(qwen3):
-    plain, fp8 = (as_json("-m", qwen3, "--gpu", "h200", "--kv-cache-dtype", name) for name in ("auto", "fp8"))
-    assert (plain["kv_dtype"], fp8["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
-    assert (fp8["dtype"], fp8["weights_bytes"]) == (plain["dtype"], plain["weights_bytes"])
-    assert fp8["block_bytes"] * 2 == plain["block_bytes"]
-    assert fp8["num_kvcache_blocks"] == fp8["kv_cache_bytes"] // fp8["block_bytes"] >= 2 * plain["num_kvcache_blocks"]
-    refusal = profile_memory("-m", qwen3, "--gpu", "h200", "--kv-cache-dtype", "int8", expect=2).stderr
-    assert "int8 needs a CPU" in refusal
-    assert "--kv-cache-dtype fp8" in refusal
-
-
-def test_tensor_parallel_ranks_share_weights_and_blocks(qwen3):
-    alone, shared = (as_json("-m", qwen3, "--gpu", "h200", "--tensor-parallel-size", size) for size in (1, 4))
-    assert shared["block_bytes"] == alone["block_bytes"] // 4
-    assert shared["weights_bytes"] == pytest.approx(alone["weights_bytes"] / 4, rel=0.01)
-    assert shared["num_kvcache_blocks"] > 4 * alone["num_kvcache_blocks"]
-    assert "one CPU process" in profile_memory("--device", "cpu", "--tensor-parallel-size", 2, expect=2).stderr
 
 
 # ---------------------------------------------------------------------- measured
@@ -264,32 +141,6 @@ def test_an_int8_cache_is_counted_with_its_scales(tmp_path):
     assert formula in profile_memory(*arguments, "--format", "md").stdout
 
 
-def test_a_prompt_file_gives_lengths_and_sharing(tmp_path):
-    shared = list(range(3, 35))  # 32 tokens: two blocks
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": shared + [100 + i] * (4 * (i + 1)), "max_tokens": 12} for i in range(10)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": 5}]))
-    arguments = ("--device", "cpu", "--num-kvcache-blocks", 62, "--prompts", prompts, "--target-concurrency", 20)
-    result = profile_memory(*arguments, *SMALL, "--format", "json")
-    assert "1 of 11 rows are invalid" in result.stderr
-    found = json.loads(result.stdout)
-    assert found["num_kvcache_blocks"] == 62
-    assert found["shared_prefix_tokens"] == 32
-    rows = {row["at"]: row for row in found["concurrency"]}
-    assert [rows[f"file {name}"]["num_tokens"] for name in ("p50", "p95", "max")] == [64, 84, 84]
-    assert rows["file p50"]["max_concurrency"] == 62 / 4
-    assert rows["file p50"]["max_concurrency_shared"] == (62 - 2) / (4 - 2)
-    target = {row["at"]: row for row in found["target"]}
-    assert target["file p50"]["num_blocks"] == 2 + 20 * 2
-
-
-def test_csv_and_markdown_have_plain_keys_and_headers(qwen3):
-    text = profile_memory("-m", qwen3, *KNOWN, "--format", "csv").stdout
-    rows = {row["name"]: row for row in csv.DictReader(io.StringIO(text.partition("\n")[2].partition("\n\n")[0]))}
-    assert int(rows["total"]["predicted_bytes"]) == int(23.48 * 2**30)
-    assert "| memory | bytes |" in profile_memory("-m", qwen3, *KNOWN, "--format", "md").stdout
-
-
 @pytest.mark.parametrize("machine", [("--memory", "24GiB", "--quantization", "int4"), ("--gpu", "h200")])
 def test_the_setting_for_what_is_left_gives_what_it_promises(large, machine):
     flags = ("-m", large, "--max-model-len", "8192", *machine)
@@ -340,7 +191,7 @@ def test_windows_are_said_in_the_second_line(tmp_path):
     )
     assert found["num_kvcache_tokens"] == num_tokens
     assert profile_memory("-m", path, "--memory", "24GiB").stdout.splitlines()[1] == words
-    judged = CliRunner().invoke(app, ["doctor", "-m", str(path), "--device", "cpu", "--format", "json"])
+    judged = pagedcli("doctor", "-m", path, "--device", "cpu", "--format", "json")
     said = {fact["what"]: fact["value"] for fact in json.loads(judged.stdout)["model"]}
     assert said["blocks"].partition("; ")[2] == words.partition("; ")[2]
     assert said["cache"] == "2.00 KiB per token, 512 B once windows have passed it"

@@ -1,23 +1,16 @@
-"""`pagedcli trace` of a recorded run, and `explain`, as a person meets them."""
+"""`pagedcli trace` and `explain` of recorded runs, and of recordings of KV events."""
 
 import csv
 import io
 import json
+import re
 
 import pytest
+from cli_harness import pagedcli, rows_of
 from harness.core import simulated, write
-from typer.testing import CliRunner
+from kv_event_harness import CLEARED, message, removed, stored
 
-from pagedcli.cli.main import app
-from pagedcli.events import BlockEvicted, RequestPreempted
-
-
-def pagedcli(*arguments, expect=0):
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
+from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, stored_runs
 
 
 @pytest.fixture(scope="module")
@@ -30,91 +23,6 @@ def trace(tmp_path_factory, events):
     return write(tmp_path_factory.mktemp("cli") / "run.jsonl.zst", events)
 
 
-def test_check_says_ok_with_the_three_states_adding_up(trace, events):
-    out = pagedcli("trace", trace, "--check").stdout
-    assert f"ok, {len(events):,} events in " in out
-    assert "at the end in use 0 + cached 13 + empty 1 = 14 blocks" in out
-    facts = json.loads(pagedcli("trace", trace, "--check", "--format", "json").stdout)
-    assert (facts["ok"], facts["num_events"]) == (True, len(events))
-
-
-def test_check_exits_with_1_and_names_the_line(tmp_path, events):
-    place = next(i for i, event in enumerate(events) if isinstance(event, BlockEvicted))
-    path = write(tmp_path / "bad.jsonl", events[:place] + events[place + 1 :])
-    result = pagedcli("trace", path, "--check", expect=1)
-    assert f"bad.jsonl:{place + 1}: blocks_allocated: block " in result.stderr
-    assert result.stdout == ""
-
-
-def test_one_step_as_table_and_as_json(trace):
-    out = pagedcli("trace", trace, "--step", "3").stdout
-    assert "step 3, as its forward pass sees the cache" in out
-    assert "step 4, as" not in out
-    document = json.loads(pagedcli("trace", trace, "--step", "3", "--format", "json").stdout)
-    assert document["step"] == 3
-    shown = {str(seq["seq_id"]) for seq in document["sequences"]}
-    assert shown <= {line.split()[0] for line in out.splitlines() if line.split()}
-
-
-def test_every_step_as_json_lines(trace):
-    lines = pagedcli("trace", trace, "--dump-kv", "--format", "json").stdout.splitlines()
-    documents = [json.loads(line) for line in lines]
-    assert [document["step"] for document in documents] == list(range(len(documents)))
-
-
-def test_without_a_terminal_plain_lines(trace, events):
-    out = pagedcli("trace", trace).stdout
-    assert "\x1b" not in out
-    assert out.count(" preempt seq ") == sum(isinstance(event, RequestPreempted) for event in events)
-    assert "step 0: " in out
-
-
-def test_following_one_request(trace):
-    out = pagedcli("trace", trace, "--follow", "request-3").stdout
-    assert "add seq 3: request request-3" in out
-    assert "finish seq 3" in out
-    assert "finish seq 4" not in out
-    assert "add seq 3" in pagedcli("trace", trace, "--follow", "seq:3").stdout
-
-
-def test_export_for_perfetto(trace, tmp_path):
-    path = tmp_path / "run.json"
-    pagedcli("trace", trace, "--export", "perfetto", "-o", path)
-    to_stdout = pagedcli("trace", trace, "--export", "perfetto").stdout
-    assert json.loads(path.read_bytes()) == json.loads(to_stdout)
-    assert json.loads(to_stdout)["traceEvents"]
-
-
-def test_the_old_name_works_and_says_the_new_one(trace):
-    old, new = (pagedcli(name, trace, "--check") for name in ("replay", "trace"))
-    assert old.stdout == new.stdout
-    assert "note: pagedcli replay is pagedcli trace now" in old.stderr
-    assert "replay" not in pagedcli("--help").stdout
-
-
-def test_explain_totals_reasons_and_the_longest_prefix(trace):
-    out = pagedcli("explain", trace, "--all").stdout
-    assert "ceiling: an unlimited cache" in out
-    assert "minimum cacheable prefix: 2 tokens (one block)" in out
-    assert "longest shared prefix: " in out
-    document = json.loads(pagedcli("explain", trace, "--lookups", "--format", "json").stdout)
-    parts = {row["part"]: row["tokens"] for row in document["totals"]}
-    whole = parts.pop("num_tokens")
-    not_parts = ("ideal", "first_seen_shared", "last_block_shared")
-    assert sum(tokens for part, tokens in parts.items() if part not in not_parts) == whole
-    assert sum(row["num_tokens"] for row in document["lookups"] if row["kind"] == "first") == whole
-    assert document["hit_rate"] <= document["ideal_hit_rate"]
-
-
-def test_explain_one_request(trace):
-    document = json.loads(pagedcli("explain", trace, "--request", "request-4", "--format", "json").stdout)
-    assert {row["request_id"] for row in document["lookups"]} == {"request-4"}
-    assert "totals" not in document
-    header, *rows = pagedcli("explain", trace, "--request", "seq:4", "--format", "csv").stdout.splitlines()
-    assert header.startswith("step,seq_id,label,kind,num_tokens")
-    assert len(rows) == len(document["lookups"])
-
-
 def test_csv_holds_one_table(trace):
     """So that a program reads it: every line has the columns of the header."""
     for options in ([], ["--lookups"], ["--request", "request-4"]):
@@ -123,14 +31,6 @@ def test_csv_holds_one_table(trace):
         assert rows[0][0] == ("step" if options else "label")
         assert {len(row) for row in rows} == {len(rows[0])}
         assert len(rows) > 1
-
-
-def test_report_is_written(trace, tmp_path):
-    path = tmp_path / "report.html"
-    said = pagedcli("explain", trace, "-o", path).stderr
-    assert str(path) in said
-    assert path.read_text().startswith("<!doctype html>")
-    assert "there is no folder" in pagedcli("explain", trace, "-o", tmp_path / "no" / "report.html", expect=2).stderr
 
 
 def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
@@ -147,40 +47,72 @@ def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
     assert trace.read_bytes() == before
 
 
-FAST = ("--max-tokens", "4", "--num-kvcache-blocks", "64", "--max-num-seqs", "2", "--device", "cpu")
+ROUNDS = [
+    message(0, stored(1, 2, 3)),
+    message(1, removed(3), removed(2)),
+    message(2, stored(2, parent=1), stored(3, parent=2)),
+    message(3, CLEARED),
+    message(5, stored(1)),
+]
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"The code of Anna is {number}."}) + "\n" for number in range(4)))
+def recording(tmp_path):
+    path = tmp_path / "events.jsonl.zst"
+    with CaptureWriter(path, ["tcp://host:1"], tokens=True) as writer:
+        for time_s, frames in enumerate(ROUNDS):
+            writer.write(frames, float(time_s))
     return path
 
 
-def test_trace_prints_steps_records_and_keeps_rows(prompts, tmp_path):
-    record, rows = tmp_path / "run.jsonl.zst", tmp_path / "rows.jsonl"
-    options = ("--dump-kv", "--record", record, "--record-tokens", "-o", rows)
-    result = pagedcli("trace", prompts, *FAST, *options)
-    assert "step 0, as its forward pass sees the cache" in result.stdout
-    assert "not scheduled: sequence limit (2 run)" in result.stdout
-    assert len(rows.read_text().splitlines()) == 4
-    assert "ok, " in pagedcli("trace", record, "--check").stdout
-    assert "first divergence at token " in pagedcli("explain", record, "--lookups").stdout
-    assert '"' in pagedcli("explain", record, "--lookups").stdout.split("first divergence", 1)[1]
+def test_replay_prints_a_line_per_message(recording):
+    lines = pagedcli("trace", recording).stdout.splitlines()
+    assert lines[2] == "message 2 at 2.000 s: stored 2, removed 0, 4 tokens twice; resident 3"
+    assert lines[4].endswith("resident 1; tcp://host:1: messages 4 to 4 are missing")
 
 
-def test_trace_of_one_step_as_json(prompts):
-    result = pagedcli("trace", prompts, *FAST, "--step", "2", "--format", "json")
-    assert json.loads(result.stdout)["step"] == 2
-    assert (
-        "this run has no step 500: the last one is "
-        in pagedcli("trace", prompts, *FAST, "--step", "500", expect=2).stderr
-    )
+def test_replay_gives_one_json_object_per_message(recording):
+    rows = rows_of(pagedcli("trace", recording, "--format", "json").stdout)
+    assert [row["num_resident_blocks"] for row in rows] == [3, 1, 3, 0, 1]
+    assert [row["num_tokens_computed_twice"] for row in rows] == [0, 0, 4, 0, 2]
 
 
-def test_trace_without_a_terminal_is_plain_on_stderr(prompts):
-    result = pagedcli("trace", prompts, *FAST)
-    assert result.stdout == ""
-    assert "\x1b" not in result.stderr
-    assert "idle: nothing is in use, ok" in result.stderr
-    assert "in use 0 (0 shared) + cached " in result.stderr
+def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
+    document = json.loads(pagedcli("explain", recording, "--format", "json").stdout)
+    assert [document[f"num_blocks_stored_again_{cause}"] for cause in ("evicted", "cleared", "restarted")] == [2, 1, 0]
+    assert {row["reason"]: row["lookups"] for row in document["reasons"]} == {
+        "evicted": 1, "cleared": 1, "no_shared_prefix": 1,
+    }  # fmt: skip
+    assert [(row["num_more_blocks"], row["num_blocks_kept"]) for row in document["larger_cache"]] == [(1, 1), (2, 2)]
+    said = pagedcli("explain", recording).stdout
+    assert re.search(r"the content had been cached, but was evicted +1", said)
+
+
+def test_explain_shows_where_prompts_diverge_in_text(tmp_path):
+    from pagedcli.cli.recording import kv_decoder
+
+    path, size, decode = tmp_path / "e.jsonl", 8, kv_decoder("builtin")
+    text = {decode((token,)): token for token in range(300, 0, -1)}
+    cached, prompt = ([text[c] for c in f"{'at 15:'}{end}"] for end in ("09", "10"))
+    with CaptureWriter(path, ["x"], tokens=True) as writer:
+        events = [stored(n, tokens=ids, block_size=size) for n, ids in enumerate((cached, prompt), 1)]
+        writer.write(message(0, *events), 0.0)
+    said = pagedcli("explain", path, "--tokenizer", "builtin", "--format", "json").stdout
+    (row,) = [row for row in json.loads(said)["lookups"] if row["divergence"] is not None]
+    expected = 'first divergence at token 6: earlier "at 15:09" (request 0) vs prompt "at 15:10"'
+    assert row["divergence"] == expected
+
+
+def test_without_token_ids_no_text_can_be_shown(tmp_path):
+    private = tmp_path / "private.jsonl"
+    with CaptureWriter(private, ["x"], tokens=False) as writer:
+        writer.write(ROUNDS[0], 0.0)
+    assert "no token ids" in pagedcli("explain", private, "--tokenizer", "builtin", expect=2).stderr
+
+
+def test_a_simulation_can_take_the_computed_blocks_as_work(recording):
+    runs = list(stored_runs(CaptureReader(recording)))
+    assert [(time_s, run.parent, run.hashes) for run, time_s, _ in runs] == [
+        (0.0, None, [1, 2, 3]), (2.0, 1, [2]), (2.0, 2, [3]), (4.0, None, [1]),
+    ]  # fmt: skip
+    assert list(runs[1][0].token_ids) == [2, 2]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import native_library
+from models_by_config import QWEN3_30B_A3B
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
@@ -43,6 +44,7 @@ def folder(tmp_path_factory):
     with questions.in_folder(made):
         questions.make_files(made)
     (made / "examples.jsonl").write_bytes((ROOT / "examples" / "prompts.jsonl").read_bytes())
+    (made / "large").mkdir()
     for name, content in FILES.items():
         (made / name).write_text(content)
     (made / "bad.bin").write_bytes(b"\xff\xfe\xfa")
@@ -67,6 +69,20 @@ FILES = {
     "bad.json": '{"type": "object",\n "x": tru}',
     "tools.json": '[{"type": "function", "function": {"name": "f"}}]',
     "notes.txt": "mine\n",
+    "mtp.yaml": "engine: {speculation: mtp}",
+    "mine.svg": "mine\n",
+    "digits.jsonl": f'{{"prompt": [{"9" * 4000}]}}\n{{"prompt": "a", "seed": {"9" * 4000}}}\n',
+    "tokens.jsonl": lines({"prompt": [token_id], "max_tokens": 2} for token_id in (2**63, 10**6, 5)),
+    "edge.jsonl": lines([{"prompt": [5] * 2000}]),
+    "several.jsonl": lines([{"prompt": [f"Once upon a time there was a llama {each}" for each in ("here", "there")]}]),
+    "beams.jsonl": lines([{"prompt": "Once", "beam_width": 2, "max_tokens": 2}, {"prompt": "Once", "max_tokens": 2}]),
+    "tiny.jsonl": lines({"prompt": [5, 6, 7], "max_tokens": 40} for _ in range(3)),
+    "twice.jsonl": lines({"id": "x", "prompt": prompt, "max_tokens": 2} for prompt in "ab"),
+    "hashes.jsonl": lines(
+        {"timestamp": 2000 * n, "input_length": 8, "output_length": 5, "hash_ids": [n // 3, n]} for n in range(9)
+    ),
+    "timeless.jsonl": lines([{"block_size": 4, "hash_ids": [1], "input_length": 4}]),
+    "large/config.json": json.dumps(QWEN3_30B_A3B),
 }
 
 

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -34,16 +33,7 @@ def details(path):
 
 
 def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
-    folder, (first, second) = runs
-    assert "0 blocks read (0 B)" in first.stderr
-    assert "10 blocks read" in second.stderr
-    assert "  from disk    160 prompt tokens" in second.stderr
-    found, ceilings = (
-        [float(re.search(name, each.stderr)[1]) for each in (first, second)]
-        for name in (r"\((\d+) % from the cache", r"ceiling (\S+) %")
-    )
-    assert ceilings[1] >= max(found[1], ceilings[0] + 10)
-    assert "(unlimited cache and the prefix store)" in second.stderr
+    folder, (_, second) = runs
     assert second.stderr.count("each alone and without cached blocks: the same bits") == 1
     assert [each["disk_cached_tokens"] for each in details(folder / "a")] == [0] * 6
     assert [each["disk_cached_tokens"] for each in details(folder / "b")] == [160, 0, 0, 0, 0, 0]
@@ -115,13 +105,6 @@ def test_a_run_says_how_many_files_its_bound_removed(runs, tmp_path):
     bound = ("--prefix-store", tmp_path / "store", "--prefix-store-size", "1")
     said = pagedcli("generate", runs[0] / "in.jsonl", *FAST, *bound).stderr
     assert "  removed: 1 file when the folder was opened (size, days without use, or damage)" in said
-
-
-def test_files_that_stay_are_not_counted_as_removed(runs, tmp_path, monkeypatch):
-    store = tmp_path / "store"
-    shutil.copytree(runs[0] / "store", store)
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError("no")))
-    assert pagedcli("store", store, "--trim", "0", expect=2).stdout.startswith("0 files removed")
 
 
 def test_names_of_folders_do_not_steer_the_terminal(runs, tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pagedcli.show.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, percent, print_tables, size
+from pagedcli.show.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, print_tables
 
 COLUMNS = [Column("name", "name"), Column("num_blocks", "blocks", count), Column("why", "why")]
 ROWS = [{"name": "a", "num_blocks": 1234567, "why": "short"}, {"name": "日本", "num_blocks": None, "why": "x " * 40}]
@@ -54,10 +54,6 @@ def test_columns_of_numbers_that_do_not_fit_continue_below():
     assert max(map(len, as_text(table, 65).splitlines())) <= 65
 
 
-def test_a_table_without_rows_says_so():
-    assert as_text(Table("t", "T", COLUMNS, [])) == "T\nnone\n"
-
-
 def test_nothing_in_a_cell_steers_the_terminal_or_breaks_a_row():
     hostile = [{"name": "a\x1b[2Jb\nc\td", "num_blocks": 1, "why": "one | two"}]
     assert "a\\x1b[2Jb c d" in as_text(Table("t", "T", COLUMNS, hostile))
@@ -100,10 +96,3 @@ def test_csv_and_json_carry_plain_keys_and_raw_values(capsys):
     assert json.loads(capsys.readouterr().out) == {"passed": True, "pool": ROWS}
     print_tables([TABLE, TABLE], Format.CSV)
     assert capsys.readouterr().out.count("# The pool\nname,num_blocks,why\n") == 2
-
-
-def test_numbers_for_people():
-    assert [size(n) for n in (0, 1023, 1024, 29_360_128, 25 * 2**30)] == [
-        "0 B", "1,023 B", "1.00 KiB", "28.00 MiB", "25.00 GiB",
-    ]  # fmt: skip
-    assert (percent(0.2134), count(1234.4)) == ("21.3 %", "1,234")

@@ -1,15 +1,20 @@
-"""The verdict on a cache from its events."""
+"""The verdict on a cache from its events, what a larger one would have kept, and the requests that events show."""
 
 import json
+import random
+from collections import OrderedDict
 
+import msgspec
+import pytest
 from cli_harness import pagedcli
 from conftest import shared_data
 from kv_event_harness import message, removed, stored
 
 from pagedcli.answers.cures import cures
-from pagedcli.answers.why import why_of_server
-from pagedcli.kvevents.capture import CaptureWriter
+from pagedcli.answers.why import Reasons, why_of_server
+from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
 from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.lookups import read_lookups
 from pagedcli.kvevents.tree import SIZES
 from pagedcli.planning.prompt_sample import PromptSample
 
@@ -118,3 +123,118 @@ def test_the_verdict_on_events_of_a_real_server():
     [found] = document["answer"]
     assert "stored again after an eviction" in found or "had been evicted before" in found
     assert document["lookups"]
+
+
+def lru(accesses, num_blocks):
+    """The events of an LRU cache of single blocks, and its misses."""
+    cache, events, num_misses = OrderedDict(), [], 0
+    for block_hash in accesses:
+        if block_hash in cache:
+            cache.move_to_end(block_hash)
+            continue
+        num_misses += 1
+        if len(cache) == num_blocks:
+            events.append(removed(cache.popitem(last=False)[0]))
+        cache[block_hash] = None
+        events.append(stored(block_hash))
+    return events, num_misses
+
+
+def test_the_curve_is_a_lower_bound_that_one_more_block_closes():
+    """The block that makes room for the one stored again comes on the list before that one leaves it, which the larger
+    cache would not have had to evict: so the curve may be one block late, never early."""
+    rng = random.Random(3)
+    for _ in range(20):
+        accesses = [min(rng.randrange(40), rng.randrange(40)) for _ in range(400)]
+        size = rng.randrange(3, 12)
+        events, num_misses = lru(accesses, size)
+        state = KVState(larger=range(1, 40))
+        state.take(message(0, *events), 0.0)
+        kept = {point.num_more_blocks: point.num_blocks_kept for point in state.curve()}
+        for more in range(1, 30):
+            saved = num_misses - lru(accesses, size + more)[1]
+            at_most = max((blocks for n, blocks in kept.items() if n <= more + 1), default=0)
+            at_least = max((blocks for n, blocks in kept.items() if n <= more), default=0)
+            assert at_least <= saved <= at_most
+
+
+def test_a_cleared_cache_would_have_been_cleared_at_any_size():
+    state = KVState(larger=SIZES)
+    state.take(message(0, stored(1, 2), removed(2), {"type": "AllBlocksCleared"}, stored(1, 2)), 0.0)
+    assert state.curve() == []
+
+
+def test_a_block_that_was_pushed_out_once_does_not_come_back_when_others_leave():
+    """With one more block, 3 would have been evicted for 2; that 2 is hit later does not bring 3 back."""
+    state = KVState(larger=SIZES)
+    events = [stored(1, 2, 3), removed(3), removed(2), stored(2, parent=1), stored(3, parent=2)]
+    state.take(message(0, *events), 0.0)
+    assert [(point.num_more_blocks, point.num_blocks_kept, point.num_tokens_kept) for point in state.curve()] == [
+        (1, 1, 2), (2, 2, 4),
+    ]  # fmt: skip
+
+
+def record(path, batches, *, tokens=True):
+    with CaptureWriter(path, ["tcp://host:1"], tokens=tokens) as writer:
+        for number, events in enumerate(batches):
+            writer.write(message(number, *events), float(number))
+    return path
+
+
+def salts(found):
+    return Reasons("", found.lookups(), found.block_size).salts()
+
+
+def chains(path):
+    found = read_lookups(CaptureReader(path))
+    return [(request.num_hit, request.num_prompt, found.depth(request.end)) for request in found.requests]
+
+
+def test_what_comes_before_a_stored_run_was_found(tmp_path):
+    path = record(
+        tmp_path / "a.jsonl",
+        [
+            [stored(1, 2, 3)],
+            [stored(4, 5, parent=2)],
+            [stored(6, parent=5)],
+            [stored(7, parent=6)],
+            [stored(8, 9, parent=3)],
+        ],
+    )
+    # the second hits 2 blocks and generates 2 alone; the third continues the first after a while, and hits 3
+    assert chains(path) == [(0, 3, 3), (2, 4, 6), (3, 5, 5)]
+
+
+def test_the_next_chunk_of_a_prompt_is_the_same_request(tmp_path):
+    path = record(
+        tmp_path / "a.jsonl", [[stored(1, 2)], [stored(3, 4, parent=2)], [stored(9, 10)], [stored(5, 6, parent=4)]]
+    )
+    assert chains(path) == [(0, 4, 4), (0, 2, 2), (4, 6, 6)]
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_salts_keep_requests_apart_and_have_hit_rates_of_their_own(tmp_path, tokens):
+    """The same three blocks for tenant a, twice for tenant b, and without a salt."""
+    one, other = ({"extra_keys": [[salt], None, None]} for salt in ("tenant-a", "tenant-b"))
+    same = [7, 7, 8, 8, 9, 9]
+    batches = [
+        [stored(1, 2, 3, tokens=same, **one)],
+        [stored(11, 12, 13, tokens=same, **other)],
+        [stored(14, parent=13, tokens=[5, 5]), stored(15, 16, parent=13, tokens=[6, 6, 7, 7])],
+        [stored(21, 22, 23, tokens=same)],
+    ]
+    path = record(tmp_path / "a.jsonl", batches, tokens=tokens)
+    found = read_lookups(CaptureReader(path))
+    assert [request.num_hit for request in found.requests] == [0, 0, 3, 0]
+    assert [each.reason for each in found.lookups()] == [
+        "no_shared_prefix",
+        "different_salt",
+        "not_seen_before",
+        "different_salt",
+    ]
+    rows = {row.salt: (row.num_lookups, row.num_tokens, row.tokens_hit) for row in salts(found)}
+    assert rows == {"1": (1, 6, 0), "2": (2, 16, 6), "none": (1, 6, 0)}
+    assert salts(read_lookups(CaptureReader(record(tmp_path / "b.jsonl", [[stored(1, 2)]])))) == []
+    document = msgspec.json.decode(pagedcli("explain", path, "--format", "json").stdout)
+    assert [row["salt"] for row in document["salts"]] == ["2", "1", "none"]
+    assert "tenant" not in pagedcli("attach", path).stdout

@@ -1,4 +1,5 @@
-"""Memory arithmetic: checked by hand, against the decoder's own parameters, and against what a step really takes."""
+"""Memory arithmetic: checked by hand, against the decoder's own parameters, and against what a step really takes; one
+budget for blocks and for slots of recurrent state."""
 
 import ast
 import gc
@@ -15,18 +16,19 @@ from msgspec import UNSET
 from torch.profiler import ProfilerActivity, profile
 
 from pagedcli.answers.fits import Fit, block_formula, budget_formula, concurrency_rows, target_rows, waterfall
-from pagedcli.config import EngineConfig
+from pagedcli.config import EngineConfig, load_config
 from pagedcli.core.budget import TERMS, StepShape, Terms, block_bytes
 from pagedcli.core.groups import TableShape
-from pagedcli.core.plan import Pool
-from pagedcli.errors import UsageError
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan, Pool
+from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import CacheGroup
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.cards import CARDS, find_card
 from pagedcli.planning.decide import decide
-from pagedcli.planning.decision import activation_bytes, missing_memory
+from pagedcli.planning.decision import CPU_KV_BYTES, activation_bytes, choose_pool, missing_memory
 from pagedcli.planning.machine import described_host, host_memory
 from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
@@ -243,3 +245,45 @@ def test_cards_are_found_by_any_spelling():
     assert find_card("A100 80GB") == CARDS["a100-80gb"]
     with pytest.raises(UsageError, match="known: "):
         find_card("a")
+
+
+MIB = 2**20
+
+
+def plan(*, state_bytes=MIB, max_num_seqs=4):
+    limits = Limits(max_num_seqs=max_num_seqs, max_model_len=2**20, max_num_batched_tokens=512, state_bytes=state_bytes)
+    return Plan(limits=limits, model="m", device="cpu", block_bytes=MIB // 4)
+
+
+def sizes(plan, available=2**40, terms=None, **config):
+    pool = choose_pool(EngineConfig(**config), plan, available=available, terms=terms)
+    return pool.num_blocks, pool.num_state_slots
+
+
+def test_slots_are_two_per_sequence_within_half_of_the_memory_and_blocks_get_the_rest():
+    assert sizes(plan(), kv_cache_memory=100 * MIB) == (4 * 92, 8)
+    assert sizes(plan(max_num_seqs=1), kv_cache_memory=100 * MIB) == (4 * 92, 8)
+    assert sizes(plan(max_num_seqs=20), kv_cache_memory=100 * MIB) == (4 * 60, 40)
+    assert sizes(plan(max_num_seqs=80), kv_cache_memory=100 * MIB) == (4 * 50, 50)
+    assert sizes(plan(), kv_cache_memory=100 * MIB, num_state_slots=90) == (4 * 10, 90)
+    assert sizes(plan(), num_kvcache_blocks=10) == (10, 8)
+    assert sizes(plan(state_bytes=1000 * MIB)) == ((CPU_KV_BYTES // MIB - 2000) * 4, 2)
+    terms = Terms(total=120 * MIB, weights=20 * MIB, activations=0)
+    assert sizes(plan(), terms=terms) == (4 * 92, 8)
+
+
+def test_a_model_without_state_gets_no_slots_and_the_blocks_that_it_always_got():
+    assert sizes(plan(state_bytes=0), kv_cache_memory=100 * MIB) == (400, None)
+
+
+def test_slots_that_leave_no_block_or_exceed_the_memory_are_refused():
+    with pytest.raises(ConfigError, match="no KV block fits"):
+        sizes(plan(), kv_cache_memory=100 * MIB, num_state_slots=100)
+    with pytest.raises(ConfigError, match=r"100.00 MiB, 8 slots of recurrent state included, but only 50.00 MiB"):
+        sizes(plan(), available=50 * MIB, kv_cache_memory=100 * MIB)
+
+
+def test_an_interval_in_a_file_is_a_number(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("engine:\n  checkpoints: 512\n")
+    assert load_config(path).config.engine.checkpoints == "512"

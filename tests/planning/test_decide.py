@@ -1,11 +1,9 @@
 """One place decides: the engine and every command that predicts it name the same backend, dtypes, blocks and limits."""
 
-import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 from cli_harness import pagedcli
@@ -17,7 +15,7 @@ from pagedcli.models.reading import read_spec
 from pagedcli.planning import machine
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import Gpu, Machine, described_gpu
-from pagedcli.runner import loading, memory_profile
+from pagedcli.runner import loading
 from pagedcli.runner.llm_engine import LLMEngine
 
 GIB = 2**30
@@ -34,52 +32,14 @@ def spec(tmp_path_factory):
     return replace(read_spec(cached_model("qwen3", tmp_path_factory)), dtype="bfloat16")
 
 
-def flags_of(config):
-    given = {name: value for name, value in msgspec.structs.asdict(config).items() if value is not None}
-    defaults = msgspec.structs.asdict(EngineConfig())
-    changed = {name: value for name, value in given.items() if value != defaults[name]}
-    return [str(part) for name, value in changed.items() for part in ("--" + name.replace("_", "-"), value)]
-
-
-CONFIGS = [
-    {},
-    {"dtype": "float16", "block_size": 32},
-    {"kv_cache_memory": 2**20, "max_num_seqs": 8},
-    {"attention_backend": "reference", "max_model_len": 100},
-]
-
-
-@pytest.mark.quick("*reference*-no compiler")
-@pytest.mark.parametrize("missing", [{}, NO_COMPILER], ids=["compiler", "no compiler"])
-@pytest.mark.parametrize("changes", CONFIGS, ids=str)
-def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_path, monkeypatch):
-    path = tiny_model("qwen3", tmp_path / "m")
-    here = replace(machine.this_machine(), missing=missing)
-    for module in (machine, loading, memory_profile):
+def test_an_engine_without_a_compiler_says_why_the_native_backend_is_not_used(tmp_path, monkeypatch):
+    here = replace(machine.this_machine(), missing=NO_COMPILER)
+    for module in (machine, loading):
         monkeypatch.setattr(module, "this_machine", lambda **_: here)
-    config = EngineConfig(**{"model": str(path), "device": "cpu", "max_num_batched_tokens": 64, **changes})
-    engine = LLMEngine(config).plan
-    decided = decide(config, read_spec(path), here).plan
-    assert (decided.backend, decided.dtype, decided.refused) == (
-        engine.backend,
-        engine.dtype,
-        engine.refused,
-    )
-    assert replace(decided.limits, num_blocks=engine.num_blocks) == engine.limits
-    assert decided.block_bytes == engine.block_bytes
-    if missing and "attention_backend" not in changes:
-        assert engine.refused == ("cpu: no C++ compiler found",)
-
-    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
-    planned = json.loads(pagedcli("plan", tmp_path / "in.jsonl", *flags_of(config), "--format", "json").stdout)
-    shown = {row["what"]: row["value"] for row in reversed(planned["engine"])}
-    assert (shown["attention"], shown["dtype"], shown["KV cache"]) == (engine.backend, engine.dtype, engine.kv_dtype)
-    profiled = json.loads(pagedcli("profile-memory", *flags_of(config), "--format", "json").stdout)
-    assert (profiled["backend"], profiled["dtype"]) == (engine.backend, engine.dtype)
-    for found in (planned, profiled):
-        assert found["num_kvcache_blocks"] == engine.num_blocks
-        assert found["block_bytes"] == engine.block_bytes
-        assert found["num_kvcache_blocks_reason"] == engine.pool.reason
+    config = EngineConfig(model=str(tiny_model("qwen3", tmp_path / "m")), device="cpu", num_kvcache_blocks=8)
+    engine, decided = LLMEngine(config).plan, decide(config, read_spec(tmp_path / "m"), here).plan
+    assert engine.refused == decided.refused == ("cpu: no C++ compiler found",)
+    assert (engine.backend, engine.limits) == (decided.backend, replace(decided.limits, num_blocks=8))
 
 
 @pytest.mark.parametrize(
@@ -157,21 +117,6 @@ def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
     said = {name: pagedcli(name, tmp_path / "in.jsonl", *flags, expect=2).stderr for name in ("generate", "plan")}
     assert "no decoder runs Qwen3ForCausalLM with weights int8" in said["plan"]
     assert said["plan"] in said["generate"]
-
-
-@pytest.mark.long
-def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
-    here = replace(machine.this_machine(), missing=NO_COMPILER)
-    for module in (machine, loading):
-        monkeypatch.setattr(module, "this_machine", lambda **_: here)
-    plan = LLMEngine(EngineConfig(device="cpu", num_kvcache_blocks=8)).plan
-    examined = json.loads(pagedcli("doctor", "--device", "cpu", "--format", "json").stdout)
-    shown = {row["what"]: row["value"] for row in reversed(examined["engine"])}
-    assert (shown["attention"], shown["dtype"], shown["not used"]) == (plan.backend, plan.dtype, plan.refused[0])
-    path = tiny_model("qwen3", tmp_path / "m")
-    flags = ["-m", path, "--dtype", "float32", "--attention-backend", "sdpa", "--quantization", "int8"]
-    refused = pagedcli("bench", "--num-prompts", "1", *flags, expect=2).stderr
-    assert "no decoder runs Qwen3ForCausalLM with weights int8" in refused
 
 
 @pytest.mark.parametrize("there", [gpu_machine(gib=1), replace(gpu_machine(), gpus=(), available_bytes=GIB)])

@@ -1,7 +1,7 @@
 """The model of a step's time: what it is made of, what it predicts, and the file that keeps it."""
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from harness.core import Simulation
@@ -98,8 +98,8 @@ def test_a_mixed_step_pays_for_its_tokens_and_for_each_that_is_sampled():
 def test_what_any_step_with_a_prompt_takes_is_paid_once():
     """Steps of the built-in model with 57 sequences and 7 short prompts were a quarter too short."""
     time = replace(TRUE, prompts=((1, 1.0), (2, 2.0), (64, 2.0)), decodes=((1, 1.0), (2, 1.0), (64, 1.5)))
-    assert time._sampling_s(64) == pytest.approx(1.5 - 2.0 + (2.0 - 1.0))
-    assert time._sampling_s(2) == 0.0
+    many, few = (time.seconds(StepWork(128, num_seqs, num_chunks=2)) for num_seqs in (64, 2))
+    assert many - few == pytest.approx(1.5 - 2.0 + (2.0 - 1.0))
 
 
 def test_a_record_is_found_again_from_the_steps_that_it_predicts():
@@ -112,13 +112,8 @@ def test_a_record_is_found_again_from_the_steps_that_it_predicts():
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
 
 
-def test_a_step_has_six_measured_numbers():
-    """A number more has to be worth 3 points of error, see docs/lab/measurements.md."""
-    assert len({each.name for each in fields(StepTime)} - {"layers"}) == 6
-
-
-def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "new")
+@pytest.mark.usefixtures("step_times")
+def test_a_calibration_is_kept_for_its_machine_model_and_format():
     assert load_step_time(KEY) is None
     save_step_time(KEY, TRUE)
     assert load_step_time(KEY) == TRUE
@@ -127,8 +122,8 @@ def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkey
     assert load_step_time(replace(KEY, threads=3)) is None
 
 
-def test_a_calibration_is_found_by_key_and_by_the_name_that_a_trace_records(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
+@pytest.mark.usefixtures("step_times")
+def test_a_calibration_is_found_by_key_and_by_the_name_that_a_trace_records():
     assert load_step_time(KEY) is None
     save_step_time(KEY, TRUE)
     assert load_step_time(KEY) == step_time_named(KEY.file_name) == TRUE
@@ -137,17 +132,16 @@ def test_a_calibration_is_found_by_key_and_by_the_name_that_a_trace_records(tmp_
         assert step_time_named(name) is None
 
 
-def test_a_pipe_is_no_calibration_and_is_replaced_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
-    os.mkfifo(tmp_path / KEY.file_name)
+def test_a_pipe_is_no_calibration_and_is_replaced_by_one(step_times):
+    step_times.mkdir()
+    os.mkfifo(step_times / KEY.file_name)
     assert load_step_time(KEY) is None
     save_step_time(KEY, TRUE)
     assert load_step_time(KEY) == TRUE
 
 
-def test_a_broken_file_is_no_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
+def test_a_broken_file_is_no_calibration(step_times):
     save_step_time(KEY, TRUE)
-    [path] = tmp_path.iterdir()
+    [path] = step_times.iterdir()
     path.write_bytes(path.read_bytes()[:50])
     assert load_step_time(KEY) is None

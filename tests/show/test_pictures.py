@@ -5,7 +5,6 @@ import json
 import random
 import re
 import sys
-import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
@@ -15,13 +14,12 @@ from cli_harness import pagedcli
 from harness.core import EventList, Simulation, simulated, write
 
 import pagedcli.events as ev
-from pagedcli.cli.picture import _counted
 from pagedcli.errors import UsageError
+from pagedcli.show.curve import curve_lines
 from pagedcli.show.drawing import NUM_PREFIX_COLOURS, Shape, Theme, colours_of
 from pagedcli.show.pool_picture import pool_picture, pool_text
 from pagedcli.show.raster import check_fonts
 from pagedcli.show.run_pictures import life_picture, ticks, tree_picture, waste, waste_picture
-from pagedcli.show.terminal import ProgressLine
 from pagedcli.trace.fold import fold
 from pagedcli.views.moment import Replay
 from pagedcli.views.names import find_request
@@ -285,34 +283,6 @@ def test_a_picture_of_a_step_is_written_and_not_replaced(trace, tmp_path):
     assert "prefers-color-scheme" not in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("subject", "title"), [("prefixes", "The tree of prefixes"), ("request", "The life of request request-3")]
-)
-def test_pictures_of_the_whole_run_need_no_step(trace, tmp_path, subject, title):
-    follow = ["--follow", "request-3"] if subject == "request" else []
-    pagedcli("trace", trace, "--picture", tmp_path / "run.svg", "--of", subject, *follow)
-    assert title in (tmp_path / "run.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--picture", "pool.pdf", "--step", 1], "its name must end in .svg, .png or .gif"),
-        (["--picture", "pool.svg"], "--step N chooses it"),
-        (["--picture", "pool.svg", "--steps", "1-9"], "--steps A-B needs a .gif"),
-        (["--picture", "pool.svg", "--step", 99_999], "has no step 99999: the last one is"),
-        (["--picture", "life.svg", "--of", "request"], "needs --follow"),
-        (["--picture", "tree.svg", "--of", "prefixes", "--step", 3], "shows the whole run"),
-        (["--picture", "pool.svg", "--step", 1, "--check"], "--picture can be combined only with"),
-        (["--of", "waste", "--step", 1], "--of needs --picture"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(trace, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in pagedcli("trace", trace, *arguments, expect=2, columns=200).stderr
-    assert not list(tmp_path.iterdir())
-
-
 COMMANDS = re.findall(
     r"^pagedcli ((?:trace|simulate) run[^\n#]*?--picture[^\n#]*?)(?: *#.*)?$",
     PAGE.read_text(encoding="utf-8"),
@@ -345,13 +315,6 @@ def test_png_and_gif_are_drawn_from_the_svg(trace, tmp_path, image):
         assert picture.convert("RGB").getpixel((2, 2)) == (255, 255, 255)
 
 
-@pytest.mark.machine
-def test_a_film_of_eighty_steps_takes_less_than_ten_seconds(trace, tmp_path, image):
-    start_s = time.perf_counter()
-    pagedcli("trace", trace, "--steps", "0-79", "--picture", tmp_path / "pool.gif")
-    assert time.perf_counter() - start_s < 10
-
-
 def test_without_the_extra_only_svg_is_drawn(trace, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     result = pagedcli("trace", trace, "--step", 9, "--picture", tmp_path / "pool.png", expect=2)
@@ -368,8 +331,14 @@ def test_simulate_draws_the_hit_rate_of_its_tables(trace, tmp_path):
     assert len(shown) == 3
 
 
-def test_the_frames_of_a_film_are_counted_while_they_are_drawn(monkeypatch):
-    shown = []
-    monkeypatch.setattr(ProgressLine, "show", lambda self, text: shown.append(text(12.0)))
-    assert list(_counted(iter("abc"), Path("pool.gif"))) == ["a", "b", "c"]
-    assert shown[-1] == "pool.gif: 3 steps drawn in 12 s"
+def test_columns_rise_with_the_shares_over_a_logarithmic_axis():
+    lines = curve_lines(lambda place: min(1.0, place / 64) / 2, 1, 4096, label=lambda place: f"{place:,.0f} blocks")
+    *rows, base, axis = lines
+    assert rows[0].startswith(" 50.0 % |")
+    assert base.startswith("  0.0 % +---")
+    heights = [sum(row[9 + column : 10 + column] == "#" for row in rows) for column in range(60)]
+    assert heights == sorted(heights)
+    assert (heights[0], heights[30], heights[-1]) == (0, len(rows), len(rows)), "half way the axis is at 64"
+    assert axis.split("  ")[0].strip() == ""
+    assert [part.strip() for part in axis.split("  ") if part.strip()] == ["1 blocks", "69 blocks", "4,096 blocks"]
+    assert max(map(len, lines)) < 80

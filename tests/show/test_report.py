@@ -144,18 +144,6 @@ def test_a_long_run_is_drawn_in_groups_and_says_so(tmp_path, monkeypatch):
     assert len(data["frames"]) == len(data["columns"]["used"]) + 1
 
 
-def test_the_last_group_ends_with_the_last_step(tmp_path, monkeypatch, chromium):
-    monkeypatch.setattr("pagedcli.show.report.MAX_FRAMES", 13)
-    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
-    path, data = tmp_path / "report.html", page_data(page)
-    assert data["numSteps"] % data["group"]
-    script = "return [stepName(numFrames - 2), stepName(numFrames - 1)];"
-    path.write_bytes(with_script(page, script))
-    last, end = probe_of(chromium(path))
-    assert last.endswith(f"-{data['firstStep'] + data['numSteps'] - 1}")
-    assert end == "the end"
-
-
 @pytest.fixture
 def chromium(tmp_path):
     """Loads a page in headless Chromium and returns its DOM once the script has run."""
@@ -372,21 +360,6 @@ def test_the_map_shows_the_groups_of_layers_by_number_alone_and_in_a_table(tmp_p
     assert f", group {groups[found['block']]}" in found["story"]
 
 
-def test_a_model_whose_layers_are_alike_has_no_groups_on_its_page(tmp_path, chromium):
-    path = tmp_path / "report.html"
-    script = """
-      setFrame(20); selectBlock([...tables][0][1][0]);
-      const words = ["map-note", "block-words", "block-story", "engine"].map(id => $(id).textContent).join(" ");
-      return { hidden: [$("colour-choice").hidden, $("groups-section").hidden], words };
-    """
-    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
-    assert page_data(page)["groups"] == []
-    path.write_bytes(with_script(page, script))
-    found = probe_of(chromium(path))
-    assert found["hidden"] == [True, True]
-    assert "group" not in found["words"]
-
-
 def blocks_of(text):
     """The block ids of `0-3×2 7 9`."""
     for part in text.split():
@@ -422,50 +395,3 @@ def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
     assert found["listed"].startswith("1 of ") == selected
     assert found["cut"] == 0, "all columns of the requests fit a laptop's screen"
     assert found["highest"] < 40, "a request takes one line"
-
-
-@pytest.mark.quick("12")
-@pytest.mark.parametrize("num_events", [1, 2, 12, 40])
-def test_a_browser_shows_even_the_beginning_of_a_run(tmp_path, chromium, num_events):
-    events = list(TraceReader(recorded(tmp_path / "run.jsonl")))[:num_events]
-    with TraceWriter(tmp_path / "cut.jsonl") as writer:
-        for event in events:
-            writer(event)
-    path = tmp_path / "report.html"
-    script = """
-      drawMap(); for (const chart of charts) chart.draw();
-      setFrame(numFrames - 1); drawMap();
-      return { ready: document.documentElement.dataset.ready, words: $("pool-words").textContent };
-    """
-    path.write_bytes(with_script(render_report(TraceReader(tmp_path / "cut.jsonl")), script))
-    found = probe_of(chromium(path))
-    assert found["ready"] == "yes"
-    assert found["words"].endswith(" = 40 blocks")
-
-
-@pytest.mark.slow
-def test_ten_thousand_steps_of_five_thousand_requests_stay_responsive(tmp_path, chromium):
-    """A move of the slider, with everything that it draws, takes well under the 100 ms that feel instant."""
-    path = recorded(tmp_path / "run.jsonl.zst", num_steps=10_000, num_blocks=2000, max_num_seqs=32)
-    script = """
-      const times = [];
-      for (let i = 0; i < 40; i++) {
-        const start = performance.now();
-        $("slider").value = (i * 7919) % numFrames;
-        $("slider").dispatchEvent(new Event("input"));
-        drawMap(); for (const chart of charts) chart.draw();
-        times.push(performance.now() - start);
-      }
-      times.sort((a, b) => a - b);
-      const start = performance.now();
-      $("zoom-in").click();
-      const zoom = performance.now() - start;
-      return { steps: numPoints, requests: requests.length, median: times[20], worst: times[39], zoom };
-    """
-    target = tmp_path / "report.html"
-    target.write_bytes(with_script(render_report(TraceReader(path)), script))
-    found = probe_of(chromium(target))
-    print(found)
-    assert found["steps"] >= 10_000
-    assert found["requests"] >= 5_000
-    assert found["median"] < 100

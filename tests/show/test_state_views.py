@@ -1,24 +1,22 @@
 """What the tables, the data, the pages and the stories of a run say about slots and snapshots of recurrent state."""
 
+import io
 import json
-import re
 
 import pytest
-from cli_harness import pagedcli
-from harness.core import EventList, Simulation, write
+from harness.core import EventList, Simulation
 
 import pagedcli.events as ev
 from pagedcli.show.data_files import DataFiles
 from pagedcli.show.panels import work_lines
+from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import step_tables
 from pagedcli.trace.fold import pool_fold
-from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import explain_trace
 from pagedcli.views.moment import Moment
 from pagedcli.views.state_slots import slot_counts, slots_line, slots_of, state_slots
 from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.step_rows import StepRows
-from pagedcli.views.words import sequence_story, with_steps
 
 SHARED = [7] * 26
 
@@ -80,19 +78,6 @@ def test_tables_json_and_figures_show_the_slots(events):
     assert slots_line(moment.state) in work_lines(moment).plain
 
 
-def test_a_run_without_recurrent_state_shows_none():
-    events = []
-    sim = Simulation(64, 4, emit=events.append)
-    sim.add([1, 2, 3], 2)
-    sim.run()
-    *_, moment = moments(events)
-    assert slots_line(moment.state) is None
-    assert slot_counts(moment.state) is None
-    assert "state_slots" not in moment.summary()
-    assert "state slot" not in work_lines(moment).plain
-    assert all(table.key != "state_slots" for table in step_tables(moment))
-
-
 def test_the_data_has_a_table_of_slots_only_with_recurrent_state(events, tmp_path):
     for name, given in (("with", events), ("without", [e for e in events if not is_of_slots(e)])):
         files = DataFiles(tmp_path / f"{name}.jsonl")
@@ -117,18 +102,6 @@ def is_of_slots(event):
     )
 
 
-def test_the_story_of_a_sequence_names_its_snapshots(events):
-    state = PoolState()
-    for event in events:
-        state.apply(event)
-    first, second = ([words for _, words in sequence_story(seq_id, with_steps(events), state)] for seq_id in (0, 1))
-    assert any(words.startswith("snapshot: the state after 16 tokens stays in slot ") for words in first), first
-    assert any(
-        re.match(r"continue: from the snapshot at 16 tokens in slot \d; K and V of 24 tokens are cached", words)
-        for words in second
-    ), second
-
-
 def test_explain_counts_the_use_of_each_snapshot():
     explainer, _ = explain_trace(EventList(branching_events(num_prompts=4)))
     first, *others = explainer.snapshots
@@ -147,18 +120,8 @@ def test_a_snapshot_that_made_room_is_known_as_dropped():
     assert [use.seq_id for use in explainer.snapshots] == [0, 1, 2]
 
 
-def test_commands_show_slots_and_snapshots(events, tmp_path):
-    trace = write(tmp_path / "run.jsonl", events)
-    shown = pagedcli("explain", trace, "--all", columns=200).stdout
-    assert "Snapshots of recurrent state: " in shown
-    assert "the interval of --checkpoints" in shown
-    shown = pagedcli("trace", trace, "--step", "3", columns=200).stdout
-    assert "Slots of recurrent state" in shown
-    assert "4 state slots of" in shown
-    pagedcli("explain", trace, "-o", tmp_path / "run.html")
-    assert '"snapshots":[[' in (tmp_path / "run.html").read_text()
-    pagedcli("trace", trace, "--export", "perfetto", "-o", tmp_path / "run.json")
-    counters = [each for each in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if each["ph"] == "C"]
-    assert {"in use", "idle snapshots", "empty"} == set(
-        next(each["args"] for each in counters if each["name"] == "state slots")
-    )
+def test_perfetto_counts_the_slots(events):
+    export_perfetto(EventList(events), file := io.BytesIO())
+    counters = [each for each in json.loads(file.getvalue())["traceEvents"] if each["name"] == "state slots"]
+    assert all(set(each["args"]) == {"in use", "idle snapshots", "empty"} for each in counters)
+    assert {sum(each["args"].values()) for each in counters} == {4}

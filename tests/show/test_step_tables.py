@@ -71,30 +71,6 @@ def test_a_table_has_the_same_cells_at_every_width_and_in_a_pipe(seed):
     assert num_reflowed > len(moments), "at 80 columns the tables need further lines"
 
 
-def test_every_column_is_there_at_80_columns_in_reading_order():
-    (moment, *_) = busy_moments(1)
-    sequences = step_tables(moment)[0]
-    lines = [line.plain for line in table_lines(sequences, 80)]
-    header = " ".join(" ".join(lines[1 : lines.index(next(line for line in lines if "──" in line))]).split())
-    assert header == (
-        "seq request state new cached tokens out blocks of pool block table (×: ref count), or why it waits"
-    )
-
-
-def test_cells_of_a_narrow_table_stand_below_their_headers():
-    (moment, *_) = busy_moments(2)
-    for seq in moment.state.seqs.values():
-        seq.row_id = None
-    title, first, second, _, *rows = [line.plain for line in table_lines(step_tables(moment)[0], 80)]
-    assert title == "Sequences (new, cached, tokens and out: in tokens)"
-    assert first.split() == ["seq", "request", "state", "new", "cached", "tokens", "out", "blocks", "of", "pool"]
-    assert second.startswith("     block table")
-    for line, further in zip(rows[::2], rows[1::2], strict=True):
-        assert line.index(" %") + 2 == len(first)  # the last column ends where its header does
-        assert further.startswith("     ")
-        assert further[5] != " "
-
-
 def printed(moment, width, **options):
     console = Console(file=io.StringIO(), width=width, _environ={}, **options)
     print_step_tables(moment, console, width)
@@ -111,15 +87,6 @@ def test_states_and_shared_blocks_have_colours_and_the_words_say_the_same_withou
         assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == printed(moment, 120)
     coloured = [printed(moment, 120, force_terminal=True, color_system="standard") for moment in moments]
     assert any(re.search(r"\x1b\[35mP\d", text) for text in coloured)
-
-
-def test_no_lookup_is_said_twice():
-    moments = [moment for moment in busy_moments(4) if moment.state.step.lookups]
-    for moment in moments:
-        text = printed(moment, 120)
-        assert " admit " not in text
-        assert " resume " not in text
-        assert text.count("Prefix lookups of this step") == 1
 
 
 def test_markdown_has_the_cells_of_the_tables():

@@ -1,22 +1,17 @@
 """What the views print: complete at every size, the same without colour, and safe for a terminal."""
 
 import io
-import json
-import random
 
-import msgspec
 import pytest
 from harness.core import Simulation
 from rich.console import Console
 
-from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
+from pagedcli.events import RequestAdded, RequestRefused, StepFinished
 from pagedcli.show.panels import PlainView, block_ids_text
 from pagedcli.show.step_tables import StepPrinter, print_step_tables
-from pagedcli.show.tables import Format
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
-from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.words import describe
 
 
@@ -26,30 +21,6 @@ def console(width=80, height=24, **options):
 
 def printed(made):
     return made.file.getvalue()
-
-
-def moment_of(num_blocks=60, *, steps=25, num_requests=12, **limits):
-    """A busy moment: right after a step was scheduled."""
-    rng = random.Random(7)
-    moment = Moment()
-    fold = pool_fold(moment)
-    kept = []
-
-    def emit(event):
-        fold(event)
-        if isinstance(event, StepScheduled):
-            kept[:] = [moment.copy()]
-
-    sim = Simulation(
-        num_blocks, 4, emit=emit, check=False, **{"max_num_seqs": 6, "max_num_batched_tokens": 64, **limits}
-    )
-    for _ in range(num_requests):
-        prompt = [5] * rng.randrange(12) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
-        prompt, num_new = prompt[: 4 * num_blocks], rng.randrange(5, 40)
-        sim.add(prompt, min(num_new, 4 * num_blocks - len(prompt) + 1))
-    for _ in range(steps):
-        sim.step()
-    return kept[0]
 
 
 @pytest.mark.parametrize(
@@ -104,45 +75,6 @@ def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
     assert "from other requests 28.6 % 33.3 % 28.6 % 33.3 %" in rows  # 8 of 28 tokens, 2 of 6 full blocks
 
 
-def test_one_step_as_json():
-    out = console(80)
-    printer = StepPrinter(out, chosen=StepChoice(1, 1), format=Format.JSON)
-    sim = Simulation(8, 4, emit=printer.on_event)
-    sim.add([1, 2, 3, 4, 5], 5)
-    sim.run()
-    assert printer.num_printed == 1
-    document = json.loads(printed(out))
-    assert document["step"] == 1
-    assert document["blocks"] == {"in_use": 2, "shared": 0, "cached": 0, "empty": 6, "total": 8}
-    (seq,) = document["sequences"]
-    assert (seq["block_table"], seq["ref_counts"], seq["num_computed_tokens"]) == ([0, 1], [1, 1], 6)
-
-
-def test_the_reason_of_a_waiting_sequence_is_shown():
-    moment = moment_of(60, max_num_seqs=2, steps=3)
-    out = console(140)
-    print_step_tables(moment, out, out.width)
-    assert "not scheduled: sequence limit (2 run)" in printed(out)
-    assert "place 2 in the queue" in printed(out)
-
-
-def test_a_preemption_in_words():
-    lines = []
-    moment = Moment()
-    fold = pool_fold(moment)
-
-    def emit(event):
-        fold(event)
-        if (words := describe(event, moment.state.step_number, moment.state)) and " preempt " in words:
-            lines.append(words)
-
-    sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
-    for index in range(3):
-        sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
-    sim.run()
-    assert lines == ["step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1"]
-
-
 def test_text_from_requests_cannot_steer_the_terminal():
     moment = Moment()
     sim = Simulation(8, 2, emit=pool_fold(moment))
@@ -158,20 +90,6 @@ def test_text_from_requests_cannot_steer_the_terminal():
         assert "\x1b" not in describe(event, 1, moment.state)
 
 
-def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():
-    out = console(100)
-    with PlainView(out) as view:
-        sim = Simulation(8, 2, emit=view.on_event, max_num_seqs=3, max_num_batched_tokens=64)
-        for index in range(3):
-            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
-        sim.run()
-    text = printed(out)
-    assert "\x1b" not in text
-    assert "step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1" in text
-    assert "in use 0 (0 shared) + cached " in text
-    assert "idle: nothing is in use, ok" in text
-
-
 def test_events_that_contradict_each_other_end_the_view_not_the_run():
     out = console(100)
     with PlainView(out) as view:
@@ -181,9 +99,3 @@ def test_events_that_contradict_each_other_end_the_view_not_the_run():
         view.on_event(StepFinished(77, 1, 0, 0, 0, 0))
         sim.run()
     assert "the view ended early: step_finished: step 77" in printed(out)
-
-
-def test_the_summary_of_a_moment_is_plain_json():
-    summary = json.loads(msgspec.json.encode(moment_of(60).summary()))
-    assert summary["blocks"]["in_use"] + summary["blocks"]["cached"] + summary["blocks"]["empty"] == 60
-    assert summary["hit_rates"]["run"]["from_others"]["num_lookups"] > 0

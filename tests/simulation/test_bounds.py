@@ -85,13 +85,3 @@ def test_no_policy_has_more_hits_than_the_clairvoyant(eviction, texts, num_block
 @given(texts=long_chains, num_blocks=st.integers(1, 20))
 def test_next_use_with_every_request_in_the_queue_is_the_clairvoyant(texts, num_blocks):
     assert sum(run(texts, num_blocks, "next-use")) == sum(clairvoyant_hits(*workload(texts), num_blocks))
-
-
-def test_a_cache_for_everything_hits_everything_seen_before():
-    blocks, starts = workload(["abc", "abd", "abc", "b"])
-    assert clairvoyant_hits(blocks, starts, 9) == [0, 2, 3, 0]
-
-
-def test_blocks_of_the_running_request_take_room():
-    blocks, starts = workload(["a", "bbb", "a"])
-    assert clairvoyant_hits(blocks, starts, 3) == [0, 0, 0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagedcli.answers.hits import found_in
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.simulation.caches import NEVER, accesses_of, best_hits, lru_curve, stack_distances
+from pagedcli.simulation.caches import accesses_of, best_hits, lru_curve
 from pagedcli.simulation.formats import read_traces
 from pagedcli.simulation.requests import Request, Requests
 
@@ -60,13 +60,6 @@ def test_the_one_pass_curve_is_the_block_manager_at_every_pool_size(prompts, blo
         size = curve.size_for(wanted)
         assert curve.hits_at(size)[1] >= wanted
         assert size == 1 or curve.hits_at(size - 1)[1] < wanted
-
-
-def test_a_stack_distance_by_hand():
-    accesses = accesses_of(workload_of([[1, 2], [3], [1, 2], [1, 4]]), 1)
-    distances = stack_distances(accesses).tolist()
-    # the tail is released first: after request 0 the stack is 1, 2; then 3, 1, 2; then 1, 2, 3
-    assert [None if each == NEVER else each for each in distances] == [None, None, None, 2, 3, 1, None]
 
 
 def test_one_request_at_a_time_hits_like_a_cache_without_running_requests():

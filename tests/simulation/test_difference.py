@@ -176,13 +176,6 @@ def test_the_plants_change_something():
         assert any(each[cause]["hit_rate"] for each in parts if cause in each), cause
 
 
-def test_equal_runs_show_nothing(tmp_path):
-    run = planted(requests_of(random.Random(0)), ())
-    found, _ = compared(tmp_path, run, run)
-    assert (found.parts, set(found.change.values())) == ({}, {0})
-    assert sentence(found).endswith("in both runs: nothing differs.")
-
-
 def test_the_answer_names_the_cause_and_what_differs(tmp_path):
     base = requests_of(random.Random(4))
     found, facts = compared(tmp_path, planted(base, ()), planted(base, ("small pool",)))
@@ -254,20 +247,3 @@ def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):
     bad = tmp_path / "d.jsonl"
     bad.write_text(before.read_text() + "{}\n")
     assert pagedcli("diff", before, bad, *flags, expect=3)
-
-
-def test_csv_has_the_causes(tmp_path):
-    record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
-    both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
-    lines = pagedcli("diff", *both, "--format", "csv").stdout.splitlines()
-    assert lines[0].split(",")[:2] == ["cause", "hit_rate"]
-    assert len(lines) == 1
-
-
-def test_two_kinds_of_files_are_refused(tmp_path):
-    record(tmp_path / "a.jsonl", *planted(requests_of(random.Random(7)), ()))
-    prompts = prompt_file(tmp_path / "p.jsonl", [("r", [5])])
-    refused = pagedcli("diff", tmp_path / "a.jsonl", prompts, expect=2).stderr
-    assert "compare two traces or two prompt files" in refused
-    both = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
-    assert "only for prompt files" in pagedcli("diff", *both, "--block-size", "8", expect=2).stderr

@@ -49,17 +49,3 @@ def test_a_published_recording_of_vllm_is_read(capsys):
     )
     assert document["num_blocks"] - document["num_unique_blocks"] == 5  # stored, removed and stored again
     assert document["pools"][0]["num_refused"] == 0
-
-
-def test_a_run_recorded_without_tokens_hits_as_it_did(tmp_path):
-    prompts, trace, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl.zst", tmp_path / "out.jsonl"
-    rows = [{"prompt": [5] * 32 + [index % 3] * 20, "max_tokens": 3} for index in range(9)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pagedcli("generate", prompts, "-o", out, "--num-kvcache-blocks", "16", "--max-num-seqs", "2",
-             "--record", trace)  # fmt: skip
-    cached = [
-        json.loads(line)["usage"]["prompt_tokens_details"]["cached_tokens"] for line in out.read_text().splitlines()
-    ]
-    document = json.loads(pagedcli("simulate", trace, "--format", "json").stdout)
-    assert document["pools"][0]["pool_blocks"] == 16
-    assert document["pools"][0]["num_cached_tokens"] == sum(cached) > 0

@@ -1,12 +1,10 @@
 """`pagedcli simulate` as a person meets it: tables, JSON, flags that do not go together."""
 
 import json
-import random
 import re
 import sys
 from pathlib import Path
 
-import planted_prompts as planted
 import pytest
 from cli_harness import pagedcli
 from test_trace_formats import write
@@ -46,57 +44,6 @@ def test_no_default_pool_of_a_small_file_refuses_a_request():
     assert small[0]["num_refused"], "a pool that is named is simulated as it is"
 
 
-def test_the_table_says_what_the_json_says(trace):
-    text = simulate(trace, "--pool", "50%,40").stdout
-    document = as_json(trace, "--pool", "50%,40")
-    assert [row["pool_blocks"] for row in document["pools"]] == [30, 40]
-    assert document["num_requests"] == 60
-    assert document["num_unique_blocks"] == 61
-    assert 0 < document["pools"][0]["hit_rate_tokens"] <= document["unlimited_hit_rate"] < 1
-    assert text.startswith(document["answer"][0])
-    for row in document["pools"]:
-        assert f"{100 * row['hit_rate_tokens']:.1f} %" in text
-        assert row["hit_rate_tokens"] == row["num_cached_tokens"] / document["num_prompt_tokens"]
-    assert "Hit rates of simulated runs" in text
-    assert max(len(line) for line in text.splitlines() if "  " in line) <= 80
-    assert len(text.split("\n\n")) == 2, "the answer and one table"
-    more = simulate(trace, "--pool", "50%,40", "--all").stdout
-    assert all(title in more for title in ("Trace (mooncake)", "by pool size, lru"))
-
-
-def test_the_first_line_names_pools_that_hit_what_it_says(trace):
-    first = simulate(trace, "--pool", "22").stdout.splitlines()[0]
-    here, blocks, rate = re.match(
-        r"22 blocks find (\S+) % of the prompt tokens; (\d+) blocks find (\S+) %, ", first
-    ).groups()
-    for num_blocks, said in (("22", here), (blocks, rate)):
-        found = as_json(trace, "--pool", num_blocks)
-        [row] = found["pools"]
-        assert row["num_refused"] == 0
-        assert f"{100 * row['hit_rate_tokens']:.1f}" == said
-        assert found["enough"]["num_blocks"] == int(blocks)
-    assert row["hit_rate_tokens"] >= found["unlimited_hit_rate"] - 0.01
-
-
-@pytest.mark.parametrize("pool", [None, "6", "18"])
-def test_no_pool_of_the_examples_is_called_enough_that_refuses_rows_or_finds_less(pool):
-    prompts = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
-    flags = () if pool is None else ("--pool", pool)
-    enough = json.loads(pagedcli("simulate", prompts, *flags, "--format", "json").stdout)["enough"]
-    found = json.loads(pagedcli("simulate", prompts, "--pool", enough["num_blocks"], "--format", "json").stdout)
-    assert found["pools"][0]["num_refused"] == 0
-    assert found["pools"][0]["hit_rate_tokens"] == enough["hit_rate"] >= found["unlimited_hit_rate"] - 0.01
-
-
-def test_the_first_line_says_where_a_cache_has_no_benefit(tmp_path):
-    alone = [{"timestamp": n, "input_length": 4, "output_length": 5, "hash_ids": [n]} for n in range(9)]
-    first = simulate(write(tmp_path / "alone.jsonl", alone), "--pool", "30").stdout.splitlines()[0]
-    assert first == (
-        "30 blocks find 0.0 % of the prompt tokens; the prompts share almost nothing as they are: an unlimited cache"
-        " finds 0.0 %."
-    )
-
-
 def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
     prompts = [
         {"prompt": [5] * 48 + [20 + n] * 8, "max_tokens": 2, "cache_salt": f"user {n}", "ignore_eos": True}
@@ -109,28 +56,6 @@ def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
     own, recorded = (json.loads(pagedcli("simulate", each, "--pool", "64", "--format", "json").stdout)
                      for each in (path, run))  # fmt: skip
     assert own["pools"][0]["hit_rate_tokens"] == recorded["pools"][0]["hit_rate_tokens"] == 0
-
-
-def test_where_prompts_diverge_comes_after_the_answer(tmp_path):
-    rows = [{"prompt": f"It is 9:{10 + n}. {planted.words(random.Random(1), 90)}", "max_tokens": 2} for n in range(12)]
-    first, second = pagedcli("simulate", write(tmp_path / "clock.jsonl", rows)).stdout.splitlines()[:2]
-    assert "of the prompt tokens" in first
-    assert "prompts diverge at token" in second
-    assert "moving the time behind the " in second.lower()
-
-
-def test_the_hit_rate_is_drawn_over_the_size_of_the_pool_for_readers_only(trace):
-    assert "Hit rate of the prompts' tokens by pool size" in simulate(trace, "--all").stdout
-    assert "curve" not in as_json(trace)
-
-
-def test_every_policy_is_a_row(trace):
-    policies = ["lru", "fifo", "lfu", "prefix-lru", "next-use"]
-    found = as_json(trace, "--pool", "30", "--policy", ",".join(policies))["pools"]
-    assert [row["policy"] for row in found] == policies
-    refused = simulate(trace, "--policy", "lru,fifo", "--no-schedule", expect=2).stderr
-    assert "--no-schedule leaves out every policy but lru" in refused
-    assert "unknown policy 'mru'" in simulate(trace, "--policy", "mru", expect=2).stderr
 
 
 def test_a_policy_more_than_there_are_markers_is_in_the_picture(trace, tmp_path, monkeypatch):
@@ -160,13 +85,6 @@ def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(t
     assert engines == [512, 512]
 
 
-def test_the_limits_of_a_foreign_trace_are_named_as_assumed(trace):
-    assumed = "assumed: up to 256 sequences and 2,048 tokens per step ("
-    assert any(note.startswith(assumed) for note in as_json(trace, "--pool", "30")["notes"])
-    for flags in (("--max-num-batched-tokens", "512"), ("--no-schedule",)):
-        assert not any("assumed" in note for note in as_json(trace, "--pool", "30", *flags)["notes"])
-
-
 def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
     tiny = write(tmp_path / "tiny.jsonl", [
         {"timestamp": 0, "input_length": 4, "output_length": 60, "hash_ids": [1]} for _ in range(8)
@@ -179,23 +97,9 @@ def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
     )
 
 
-def test_pools_that_hold_no_request_say_so_and_get_no_advice(tmp_path):
-    """Prompts of less than a block have no unique blocks, yet each default pool holds the longest request."""
-    path = write(tmp_path / "in.jsonl", [{"prompt": [5, 6, 7], "max_tokens": 40} for _ in range(3)])
-    by_default = json.loads(pagedcli("simulate", path, "--format", "json").stdout)
-    assert [row["num_refused"] for row in by_default["pools"]] == [0]
-    document = json.loads(pagedcli("simulate", path, "--pool", "1", "--format", "json").stdout)
-    assert document["answer"][0].startswith("3 requests do not fit into 1 block (32.0 KiB); all fit into 3 blocks")
-    assert document["cures"] == []
-    assert document["enough"]["num_blocks"] == by_default["pools"][0]["pool_blocks"]
-
-
-def test_memory_sizes_need_a_model_and_are_the_same_pools(trace):
+def test_memory_sizes_are_the_same_pools(trace):
     found = as_json(trace, "--pool", "1MiB", "-m", "builtin")
     assert found["pools"][0]["pool_blocks"] == 2**20 // found["block_bytes"]
-    assert "needs the bytes of a block" in simulate(trace, "--pool", "1MiB", expect=2).stderr
-    assert "is not a pool size" in simulate(trace, "--pool", "much", expect=2).stderr
-    assert "must be 1 to" in simulate(trace, "--pool", "0", expect=2).stderr
 
 
 def test_arrivals_by_time_wait_less_than_all_at_once(trace):
@@ -206,41 +110,6 @@ def test_arrivals_by_time_wait_less_than_all_at_once(trace):
     assert in_time["total_s"] > 118 > at_once["total_s"]
     faster = as_json(trace, *flags, "--speed", "1000")["pools"][0]
     assert faster["total_s"] < in_time["total_s"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--speed", "1"], "--speed needs the time of a step"),
-        (["--calibrated", "--step-ms", "5"], "both set the time"),
-        (["--warmup", "1"], "--warmup 1.0 leaves no request to count"),
-        (["--partial-blocks"], "needs --no-schedule"),
-        (["--no-schedule", "--step-ms", "5"], "simulates no time"),
-        (["--output-tokens", "9-3"], "--output-tokens is"),
-        (["--pool", "10,20", "--record", "x.jsonl"], "one pool and policy"),
-        (["--outputs", "absent"], "cannot read"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(trace, flags, message):
-    said = simulate(trace, *flags, expect=2).stderr
-    assert message in said
-    assert "--gpu-memory" not in said, "a flag of another command"
-
-
-def test_a_trace_without_times_cannot_arrive_by_time(tmp_path):
-    trace = write(tmp_path / "t.jsonl", [{"block_size": 4, "hash_ids": [1], "input_length": 4}])
-    result = pagedcli("simulate", trace, "--speed", "1", "--step-ms", "5", expect=2)
-    assert "this trace has no times" in result.stderr
-
-
-def test_requests_larger_than_the_pool_are_refused_and_counted(trace):
-    text = simulate(trace, "--pool", "15").stdout
-    assert re.match(r"\d+ requests do not fit into 15 blocks; \d+ blocks find ", text)
-    assert "preempted  refused" in text
-    row = as_json(trace, "--pool", "15")["pools"][0]
-    assert row["num_refused"] > 0
-    assert list(row["refusals"]) == ["kv_cache_exceeded"]
-    assert as_json(trace, "--pool", "1", "--max-num-seqs", "2")["pools"][0]["num_refused"] == 60
 
 
 def test_bad_lines_give_exit_code_3_and_their_places(tmp_path):
@@ -309,16 +178,9 @@ def test_what_to_change_is_about_the_smallest_pool_and_leaves_the_pool_to_the_fi
     assert "--num-kvcache-blocks" not in simulate(trace, "--pool", "22,200", "--all").stdout.split("\n\n")[0]
 
 
-def test_rows_with_beams_are_counted_and_named(tmp_path):
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a", "beam_width": 2}, {"prompt": "b", "max_tokens": 2}])
-    found = json.loads(pagedcli("simulate", prompts, "--pool", "10", "--format", "json", expect=3).stdout)
-    assert found["num_requests"] == 1
-    assert found["bad_lines"][0]["reason"] == "beam search, which simulate does not model"
-
-
 @pytest.mark.long
-def test_steps_take_the_time_that_plan_has_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+@pytest.mark.usefixtures("step_times")
+def test_steps_take_the_time_that_plan_has_measured(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Once upon a time {index}"}) + "\n" for index in range(8)))
     refused = pagedcli("simulate", path, "--pool", "200", "--calibrated", expect=2).stderr

@@ -3,12 +3,11 @@
 import gzip
 import json
 import sys
-import tracemalloc
 
 import pytest
 from cli_harness import pagedcli
 
-from pagedcli.errors import PagedcliError, TraceError, UsageError
+from pagedcli.errors import PagedcliError
 from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.formats import read_traces
 
@@ -134,24 +133,3 @@ def test_a_file_without_requests_is_an_error_of_one_line(tmp_path, content):
     assert "\n" not in error.value.message
     result = pagedcli("simulate", tmp_path / "trace.jsonl", expect=2)
     assert "error: " in result.stderr
-
-
-@pytest.mark.parametrize("compress", [gzip.compress, zstd.compress])
-def test_a_decompression_bomb_ends_with_an_error_in_bounded_memory(tmp_path, monkeypatch, compress):
-    monkeypatch.setattr("pagedcli.line_files._FREE_BYTES", 1 << 20)
-    monkeypatch.setattr("pagedcli.line_files._MOST_RATIO", 100)
-    (tmp_path / "bomb").write_bytes(compress((b"x" * 9999 + b"\n") * 4000))
-    tracemalloc.start()
-    try:
-        with pytest.raises(TraceError, match="decompress to more than"):
-            read_traces([str(tmp_path / "bomb")])
-        assert tracemalloc.get_traced_memory()[1] < 20 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_missing_file_and_an_unknown_format_are_usage_errors(tmp_path):
-    with pytest.raises(UsageError, match="cannot read the trace"):
-        read_traces([str(tmp_path / "absent")])
-    result = pagedcli("simulate", write(tmp_path / "t.jsonl", MOONCAKE), "--trace-format", "csv", expect=2)
-    assert "known: dynamo" in result.stderr

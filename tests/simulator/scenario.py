@@ -10,7 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from pagedcli.core.engine_core import EngineCore
 from pagedcli.distributed import parts
 from pagedcli.distributed.merge import merge_parts
 from pagedcli.errors import PagedcliError
+from pagedcli.files import JOURNAL
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.fold import pool_fold
 
@@ -181,12 +182,12 @@ class Process:
     def _clear(self) -> None:
         """Move away what is no journal, as the error says: its first line was never whole on the disk."""
         for path in self._machine.folder.rglob("*.partial"):
-            try:
-                journals.read_header(path)
-            except PagedcliError:
-                if self._machine.owed.get(path):
-                    raise Violation(f"{path.name} had rows that were safe") from None
-                path.unlink()
+            with suppress(PagedcliError):
+                if JOURNAL.has(path) and journals.read_header(path) is not None:
+                    continue
+            if self._machine.owed.get(path):
+                raise Violation(f"{path.name} had rows that were safe")
+            path.unlink()
 
     def _run_file(self, path: Path, lines, *, fingerprint, options, places=None) -> None:
         if places is None and path.exists() and not journals.is_to_be_replaced(path):

@@ -262,3 +262,10 @@ def test_the_list_of_what_cannot_be_checked_names_real_fields():
     for kind, fields in NOT_CHECKABLE.items():
         assert set(fields) <= set(kinds[kind].__struct_fields__)
     assert any(isinstance(event, RequestWaiting) for event in EVENTS)
+
+
+def test_time_that_runs_backward_is_found():
+    place = [i for i, event in enumerate(EVENTS) if isinstance(event, StepFinished)][5]
+    changed = msgspec.structs.replace(EVENTS[place], time_ns=0)
+    with pytest.raises(TraceError, match="time 0 is before"):
+        check_events([*EVENTS[:place], changed, *EVENTS[place + 1 :]])

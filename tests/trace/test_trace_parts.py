@@ -107,13 +107,6 @@ def test_a_part_of_another_pool_is_not_joined_and_said(tmp_path):
     assert "run.part2.jsonl was skipped, it has another pool (3 blocks of 2)" in reader.notes[0]
 
 
-def test_a_second_start_in_one_file_is_damage(tmp_path):
-    path = tmp_path / "run.jsonl"
-    killed(path, [*EVENTS[:5], EVENTS[0]])
-    with pytest.raises(TraceError, match=r"recording\.jsonl:6: engine_started: a second start"):
-        list(TraceReader(path))
-
-
 def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch):
     writer = TraceWriter(tmp_path / "run.jsonl")
     writer(EVENTS[0])
@@ -140,3 +133,10 @@ def test_the_first_record_is_on_disk_before_the_first_step(tmp_path):
     writer = TraceWriter(tmp_path / "run.jsonl.zst")
     writer(EVENTS[0])
     assert isinstance(next(iter(TraceReader(tmp_path / "run.jsonl.zst"))), EngineStarted)
+
+
+def test_a_second_start_in_one_file_is_damage(tmp_path):
+    path = tmp_path / "run.jsonl"
+    killed(path, [*EVENTS[:5], EVENTS[0]])
+    with pytest.raises(TraceError, match=r"recording\.jsonl:6: engine_started: a second start"):
+        list(TraceReader(path))

@@ -1,13 +1,11 @@
 """Who held a block, what it contained, and its story: always what the fold of the events says."""
 
 import json
-import re
 
 import pytest
+from cli_harness import pagedcli
 from harness.core import EventList, Simulation, simulated, write
-from typer.testing import CliRunner
 
-from pagedcli.cli.main import app
 from pagedcli.events import StepScheduled
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.block_life import BlockLife
@@ -63,10 +61,8 @@ def trace(tmp_path_factory):
     return write(tmp_path_factory.mktemp("block") / "run.jsonl", simulated())
 
 
-def run(*arguments, expect=0):
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == expect, result.output
-    return result
+def run(*arguments):
+    return pagedcli(*arguments, columns=120)
 
 
 def held(document):
@@ -91,29 +87,6 @@ def test_replay_and_explain_tell_the_same_life(trace):
     assert "### Story of block 3" in run("trace", trace, "--block", "3", "--format", "md").stdout
 
 
-def test_the_first_sentence_says_who_holds_the_block_and_for_whom_it_was_evicted_last(trace):
-    for step in (0, 2, 9, 15, 30):
-        arguments = ("trace", trace, "--block", "3", "--step", step)
-        now, said = json.loads(run(*arguments, "--format", "json").stdout), run(*arguments).stdout.splitlines()[0]
-        holds = [f"seq {each['seq_id']} since step {each['since']}" for each in held(now)]
-        free = "no sequence holds block 3; it caches content of seq"
-        who = f"block 3 is held by {', '.join(holds)}" if holds else free
-        assert said.startswith(f"At step {step} {who}")
-        evicted = [each for each in now["story"] if each["what"].startswith("evicted")]
-        if evicted:
-            culprit = re.match("evicted for (seq [0-9]+):", evicted[-1]["what"])[1]
-            assert f" was evicted at step {evicted[-1]['step']} for {culprit}" in said
-        else:
-            assert "evicted" not in said
-    whole = run("explain", trace, "--block", "3").stdout
-    assert whole.startswith(
-        "At step 49 no sequence holds block 3; it caches content of seq 22, last held by seq 22 until step 43; content"
-        " of seq 28 was evicted at step 42 for seq 22, the last of 9 evictions.\n"
-    )
-    never = run("trace", trace, "--block", "13", "--step", "0").stdout
-    assert never.startswith("At step 0 no sequence has ever held block 13.\n")
-
-
 def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):
     """A sequence takes blocks of both groups in turn: block 3 is in place 3 at first, of layers that see everything."""
     path = write(tmp_path / "run.jsonl", simulated(num_blocks=28, windows=(4, None)))
@@ -133,14 +106,3 @@ def test_a_block_names_the_group_of_layers_in_each_of_its_lives(tmp_path):
     assert run("explain", path, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,group,since")
     empty = json.loads(run("trace", path, "--block", "27", "--step", "0", "--format", "json").stdout)
     assert (empty["state"], empty["group"]) == ("empty", None)
-
-
-def test_where_all_layers_are_alike_no_group_is_named(trace):
-    assert "group" not in run("explain", trace, "--block", "3").stdout + run("trace", trace, "--block", "3").stdout
-
-
-def test_what_is_refused(trace):
-    assert "has blocks 0 to 13" in run("trace", trace, "--block", "14", expect=2).stderr
-    assert "has no step 9999" in run("trace", trace, "--block", "1", "--step", "9999", expect=2).stderr
-    assert "only with --step and --format" in run("trace", trace, "--block", "1", "--check", expect=2).stderr
-    assert "cannot be combined" in run("explain", trace, "--block", "1", "--lookups", expect=2).stderr

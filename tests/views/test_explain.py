@@ -1,23 +1,27 @@
-"""Each prefix lookup gets the reason that a person can check by hand, and the totals add up."""
+"""Each prefix lookup gets the reason that a person can check by hand, and totals add up; also of recurrent state."""
 
+import json
 import random
 
 import pytest
-from harness.core import Simulation
+from cli_harness import pagedcli
+from harness.core import EventList, Oracle, Simulation, write
 
 from pagedcli.answers.why import Reasons, divergence_text, lookup_story, why_it_ended
-from pagedcli.events import BlockEvicted, PrefixLookedUp
+from pagedcli.events import BlockEvicted, PrefixLookedUp, to_all
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.explain import Explainer, longest_shared_prefix, totals_of
+from pagedcli.views.explain import Explainer, explain_trace, longest_shared_prefix, totals_of
 
 
 class Explained:
     """A simulation whose events are explained."""
 
     def __init__(self, num_blocks=100, block_size=4, **limits):
-        self.explainer = Explainer()
+        self.explainer, self.check = Explainer(), lambda event: None  # which sees each event once it is folded
+        folding = pool_fold(self.explainer)
         limits = {"max_num_batched_tokens": 1000, "max_num_seqs": 8, "trace_tokens": True, **limits}
-        self.sim = Simulation(num_blocks, block_size, emit=pool_fold(self.explainer), **limits)
+        emit = to_all(folding, lambda event: self.check(event))
+        self.sim = Simulation(num_blocks, block_size, emit=emit, **limits)
 
     def run(self, *prompts, max_new_tokens=1, cache_salt=None):
         """Each prompt alone, one after the other. Returns their lookups."""
@@ -127,17 +131,13 @@ class Claims:
     def __init__(self, explained):
         self.explained = explained
         self.num_checked = dict.fromkeys(("different_salt", "unfindable", "evicted"), 0)
-        emit, manager = explained.sim.block_manager._emit, explained.sim.block_manager
+        explained.check = self.check
 
-        def checking(event):
-            emit(event)
-            if isinstance(event, PrefixLookedUp) and event.reason != "continued":
-                self.check(explained.explainer.lookups[-1])
-
-        manager._emit = checking
-
-    def check(self, lookup):
-        manager, reason, event = self.explained.sim.block_manager, lookup.reason, lookup.event
+    def check(self, event):
+        if not isinstance(event, PrefixLookedUp) or event.reason == "continued":
+            return
+        manager, lookup = self.explained.sim.block_manager, self.explained.explainer.lookups[-1]
+        reason = lookup.reason
         if reason not in self.num_checked:
             return
         self.num_checked[reason] += 1
@@ -366,3 +366,55 @@ def test_each_salt_has_a_hit_rate_of_its_own():
     assert rows == {"1": (1, 12, 0), "2": (2, 24, 11), "none": (1, 12, 0)}
     assert next(row.salt for row in salts(explained.explainer.lookups)) == "2"
     assert salts(Explained().run(A + B, A + B)) == []
+
+
+def vetoed_events():
+    """Two prompts of 30 tokens that share 26; snapshots after every 16 tokens, in blocks of 4."""
+    events = []
+    sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=64, num_state_slots=4, checkpoints="16")
+    for last in (1, 2):
+        sim.add([7] * 26 + [last] * 4, 1)
+        sim.run()
+    return events
+
+
+def test_explain_counts_what_guesses_make_a_state_compute_once_more(tmp_path):
+    """The only slot is that of the sequence, so its state sees no guess: of each eight all are right."""
+    answer, events = None, []
+    for _ in range(2):
+        events.clear()
+        drafter = None if answer is None else Oracle({("0", 0): answer})
+        sim = Simulation(64, emit=events.append, drafter=drafter, max_num_batched_tokens=64, num_state_slots=1)
+        sim.add([1, 2, 3], 20, request_id="0")
+        sim.run()
+        answer = sim.seqs[0].output_token_ids
+    told = " ".join(pagedcli("explain", write(tmp_path / "run.jsonl", events)).stdout.split())
+    assert "16 of 16 draft tokens accepted; 16 tokens computed once more for the recurrent state." in told
+
+
+def test_a_lookup_names_the_snapshot_that_vetoed_cached_blocks():
+    explainer, state = explain_trace(EventList(vetoed_events()))
+    first, second = explainer.lookups
+    assert first.reason == "no_shared_prefix"
+    assert second.reason == "no_snapshot"
+    assert why_it_ended(second) == (
+        "24 tokens of K and V are cached, but a snapshot of the state is needed: the last one is at 16"
+    )
+    totals = totals_of(explainer.lookups, own=False)
+    assert (totals.hit, totals.vetoed, totals.evicted) == (16, 8, 0)
+    assert totals.ideal == 24
+    snapshot = state.slots.snapshots[state.slots.index[next(iter(state.slots.index))]]
+    assert (snapshot.num_tokens, snapshot.seq_id, snapshot.reason) == (16, 0, "interval")
+
+
+def test_simulate_tries_the_snapshot_policies(tmp_path):
+    rng = random.Random(0)
+    shared = list(range(3, 73))
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": [*shared, 100 + i, *(rng.randrange(3, 90) for _ in range(25))]} for i in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--pool", "200", "--num-state-slots", "12", "--max-num-seqs", "4", "--checkpoints", "end")
+    found = json.loads(pagedcli("simulate", prompts, *flags, "--format", "json").stdout)
+    assert found["pools"][0]["num_cached_tokens"] == 0
+    assert found["cures"][0]["flags"] == ["--checkpoints", "branches"]
+    assert found["ideal_hit_rate"] == 11 * 64 / found["num_prompt_tokens"] == found["cures"][0]["hit_rate_after"]

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -11,7 +10,6 @@ from typing import get_args
 import pytest
 from cli_harness import pagedcli
 from harness.core import EventList, Simulation, run_at_random, simulated
-from model_zoo import tiny_model
 from msgspec.structs import replace
 
 import pagedcli as package
@@ -175,37 +173,6 @@ def test_a_trace_without_shared_tokens_shows_nearly_as_much(limits):
     facts = run.findings(folding.state).facts
     assert facts.num_ideal_tokens == sim.stats.num_ideal_tokens
     assert facts.longest_shared <= sim.stats.longest_shared
-
-
-def test_summary_and_metrics_of_a_model_with_windows_are_those_of_its_trace(tmp_path):
-    model = tiny_model("gemma3", tmp_path / "m", sliding_window=24, vocab_size=1024, num_hidden_layers=3,
-                       sliding_window_pattern=3)  # fmt: skip
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, model)
-    prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
-    rows = [{"prompt": [5 + n % 2] * 40 + [50 + n] * n, "max_tokens": 6} for n in range(8)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pagedcli(
-        "generate", prompts, "-m", model, "-o", tmp_path / "out.jsonl", "--max-num-seqs", "3", "--block-size", "8",
-        "--max-model-len", "64", "--num-kvcache-blocks", "30", "--ignore-eos", "--record", trace,
-        "--metrics", tmp_path / "run.prom", "--summary-json", tmp_path / "summary.json",
-    )  # fmt: skip
-    facts = findings_of(TraceReader(trace))[1].facts
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    lines = [line.split() for line in (tmp_path / "run.prom").read_text().splitlines() if not line.startswith("#")]
-    metrics = {name.removeprefix("pagedcli_"): float(value) for name, value in lines}
-    for key, name, value in (
-        ("prompt_tokens", "prompt_tokens_total", facts.num_prompt_tokens),
-        ("cached_tokens", "prompt_tokens_cached_total", facts.num_cached_tokens),
-        ("generated_tokens", "generated_tokens_total", facts.num_generated_tokens),
-        ("preemptions", "preemptions_total", facts.num_preemptions),
-        ("kv_blocks_peak", "kv_blocks_peak", facts.peak_used_blocks),
-        ("steps", "steps_total", facts.num_steps),
-    ):
-        assert summary[key] == metrics[name] == value, key
-    assert facts.num_cached_tokens > 0
-    assert metrics["kv_blocks_used"] == 0
-    assert summary["cache"]["ideal_hit_rate"] == facts.num_ideal_tokens / facts.num_prompt_tokens
 
 
 def test_the_ceiling_says_of_how_many_tokens_it_is(monkeypatch):

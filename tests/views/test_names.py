@@ -35,15 +35,6 @@ def test_the_own_id_takes_precedence_whatever_comes_first(name, seq_ids, order):
     assert find_request(EventList(EVENTS[::order]), name, "run.jsonl").seq_ids == seq_ids
 
 
-def test_an_unknown_name_is_an_error_with_the_nearest_ones():
-    with pytest.raises(UsageError, match=r"no request 'code-Miran' in run\.jsonl") as refused:
-        find_request(EventList(EVENTS), "code-Miran", "run.jsonl")
-    assert refused.value.hint.startswith("nearest: code-Mirano;")
-    with pytest.raises(UsageError) as refused:
-        find_request(EventList(EVENTS), "zzz", "run.jsonl")
-    assert refused.value.hint.startswith("the first ones: code-Mirano, 3, 2;")
-
-
 def test_a_refused_request_is_named_as_such():
     for name in ("too-long", "4"):
         with pytest.raises(UsageError, match="was refused: it needs 9 blocks, the pool has 4"):

@@ -88,7 +88,7 @@ _opened: dict[str, BinaryIO] = {}  # live inputs whose beginning was looked at, 
 
 def live_beginning(name: str) -> bytes:
     """What a live input begins with, decompressed. Whoever opens it next reads that, too. Raises: UsageError."""
-    _opened[name] = open_input(name)
+    _opened[name] = _peekable(open_input(name))
     begins = _peeked(_opened[name])
     return first_decompressed(begins, _PEEKED) if begins.startswith(ZSTD_MAGIC) else begins
 
@@ -114,7 +114,7 @@ def copied(path: Path) -> Path:
         raise UsageError("cannot read a recorded run from a terminal", hint="pass a file, or pipe one")
     folder = TemporaryDirectory(prefix="pagedcli-")
     atexit.register(folder.cleanup)
-    with open_input(name) as file:
+    with _peekable(open_input(name)) as file:
         ending = ".jsonl.zst" if _peeked(file).startswith(ZSTD_MAGIC) else ".jsonl"
         copy = Path(folder.name, ("stdin" if name == "-" else "pipe") + ending)
         with writing(copy), copy.open("wb") as to:
@@ -223,6 +223,7 @@ class LineSource:
         """The decompressed content of a file. Raises: UsageError if it is of a kind that has no rows for us."""
         if isinstance(file, _PACKED):
             return file
+        file = _peekable(file)
         opener = next((each for begin, each in _OPENERS.items() if _peeked(file).startswith(begin)), None)
         file = file if opener is None else cast(BinaryIO, opener(file))
         name, head = "standard input" if self.name == "-" else self.name, _peeked(file)
@@ -249,6 +250,10 @@ class LineSource:
 
 
 _PACKED = (gzip.GzipFile, zstd.ZstdFile)
+
+
+def _peekable(file: BinaryIO) -> BinaryIO:
+    return file if hasattr(file, "peek") else cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, file)))
 
 
 def _peeked(file: BinaryIO) -> bytes:
@@ -299,7 +304,7 @@ def _stdin() -> BinaryIO:
     try:
         return open(os.dup(sys.stdin.fileno()), "rb")
     except io.UnsupportedOperation:  # replaced by something in memory
-        return io.BufferedReader(cast(io.RawIOBase, sys.stdin.buffer))
+        return sys.stdin.buffer
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
