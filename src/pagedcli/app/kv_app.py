@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,6 +17,7 @@ from textual.binding import BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Static
 
+from pagedcli import kvevents
 from pagedcli.answers.why import REASON_WORDS, why_of_server
 from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.commands import Command
@@ -28,10 +29,6 @@ from pagedcli.kvevents.tree import Branch, Cause, Shapes, branch_label, hash_tex
 from pagedcli.printable import one_line, plural, seconds_text
 from pagedcli.show.kv_tables import CacheRow, LoraRow, cache_rows, facts, limits, lora_rows
 from pagedcli.trace.tokens import Decode
-
-if TYPE_CHECKING:
-    from pagedcli.kvevents.scrape import Scraper
-
 
 _MOST_BRANCHES = 200
 _MOST_TREES = 4
@@ -210,7 +207,12 @@ class KVApp(PlayerApp):
  f             show only prefixes with some text"""
 
     def __init__(
-        self, player: Player[Snapshot], title: str, *, decode: Decode | None = None, scraper: "Scraper | None" = None
+        self,
+        player: Player[Snapshot],
+        title: str,
+        *,
+        decode: Decode | None = None,
+        scraper: "kvevents.Scraper | None" = None,
     ) -> None:
         super().__init__(player, title)
         self._decode = decode
@@ -419,7 +421,7 @@ def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
     return table
 
 
-def _server(scraper: "Scraper") -> Text:
+def _server(scraper: "kvevents.Scraper") -> Text:
     """The server's own figures by window, or why there are none."""
     figures = list(scraper.metrics.figures())
     if scraper.problem is not None or not figures:

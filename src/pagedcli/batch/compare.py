@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from pagedcli import runner
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.prompts import BatchOptions
@@ -30,9 +31,6 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
-
-if TYPE_CHECKING:
-    from pagedcli.runner.llm_engine import LLMEngine
 
 Kind = Literal[
     "missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs", "scores"
@@ -313,7 +311,7 @@ class RowSample:
 
 
 def run_again(
-    engine: "LLMEngine", tokenizer: Tokenizer, rows: RowWriter, options: BatchOptions, sample: RowSample
+    engine: "runner.LLMEngine", tokenizer: Tokenizer, rows: RowWriter, options: BatchOptions, sample: RowSample
 ) -> list[RowDifference]:
     """Generate the rows of a sample again, one after the other. Returns the first difference of each that has one."""
     with_tokens = replace(rows, columns=Columns(token_ids=True))

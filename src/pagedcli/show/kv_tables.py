@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
+from pagedcli import kvevents
 from pagedcli.answers.why import Reasons, why_of_server
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
@@ -16,9 +17,6 @@ from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.why_tables import salts_tables, server_tables
 from pagedcli.trace.tokens import Decode
-
-if TYPE_CHECKING:
-    from pagedcli.kvevents.scrape import Scraper
 
 Row = dict[str, Any]
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
@@ -319,13 +317,11 @@ def _curve_table(state: KVState) -> Table:
     return table(CurvePoint, "larger_cache", "What a larger cache would have kept", points, notes=notes)
 
 
-def metrics_table(scraper: "Scraper") -> Table:
+def metrics_table(scraper: "kvevents.Scraper") -> Table:
     """The server's own figures, each with its window."""
-    from pagedcli.kvevents.scrape import Metric
-
     notes = [scraper.problem] if scraper.problem is not None else []
     figures = scraper.metrics.figures()
-    return table(Metric, "metrics", "The server's own figures", figures, "meaning window value", notes=notes)
+    return table(kvevents.Metric, "metrics", "The server's own figures", figures, "meaning window value", notes=notes)
 
 
 # ---------------------------------------------------------------------- through time
