@@ -17,8 +17,8 @@ from pagedcli.trace.tokens import Decode
 from pagedcli.views.block_life import BlockLife
 from pagedcli.views.explain import (
     LOSS_WORDS,
-    Divergence,
     Explainer,
+    FirstDifference,
     Lookup,
     Reason,
     SnapshotRow,
@@ -289,7 +289,7 @@ def lookup_story(lookup: Lookup) -> str:
     )
 
 
-def divergence_text(split: Divergence, decode: Decode | None) -> str:
+def divergence_text(split: FirstDifference, decode: Decode | None) -> str:
     """`first divergence at token 3: earlier "... b c" vs prompt "... b d"`; token ids where they cannot be decoded."""
 
     def shown(token_ids: tuple[int, ...]) -> str:

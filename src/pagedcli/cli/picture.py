@@ -25,7 +25,7 @@ from pagedcli.views.prefix_tree import PrefixTree
 from pagedcli.views.request_life import RequestLife
 from pagedcli.views.step_choice import StepChoice
 
-Subject = Literal["pool", "request", "prefixes", "waste"]
+Topic = Literal["pool", "request", "prefixes", "waste"]
 _PANEL = "Pictures"
 PICTURE_HELP = (
     "Draw a picture: .svg or .png of --step, .gif of --steps. With --follow, the block tables of that request."
@@ -49,13 +49,13 @@ class PictureOptions:
     """What they ask for."""
 
     file: Path
-    of: Subject
+    of: Topic
     shape: Shape
     theme: Theme
 
     @classmethod
     def of_flags(
-        cls, file: Path | None, *, of: Subject | None = None, shape: Shape | None = None, theme: Theme | None = None
+        cls, file: Path | None, *, of: Topic | None = None, shape: Shape | None = None, theme: Theme | None = None
     ) -> "PictureOptions | None":
         """None without --picture. Raises: UsageError."""
         if file is None:

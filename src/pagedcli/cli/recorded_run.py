@@ -14,7 +14,7 @@ from pagedcli.cli.block import print_block
 from pagedcli.cli.cures import told_of_recording
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
-from pagedcli.cli.picture import OF_HELP, PICTURE_HELP, PictureOptions, ShapeOption, Subject, ThemeOption, draw_run
+from pagedcli.cli.picture import OF_HELP, PICTURE_HELP, PictureOptions, ShapeOption, ThemeOption, Topic, draw_run
 from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
@@ -70,7 +70,7 @@ class RecordedFlags:
         Literal["perfetto"] | None, _recorded(help="Export the run to the file -o, e.g. for ui.perfetto.dev.")
     ] = None
     picture: Annotated[Path | None, _recorded(metavar="FILE", help=PICTURE_HELP)] = None
-    of: Annotated[Subject | None, _recorded(help=OF_HELP)] = None
+    of: Annotated[Topic | None, _recorded(help=OF_HELP)] = None
     shape: ShapeOption = None
     theme: ThemeOption = None
 

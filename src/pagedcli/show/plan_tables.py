@@ -24,7 +24,7 @@ def full_tables(scan: PromptScan, fit: Fit | None) -> list[Table]:
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
-        lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
+        lengths = table(LengthRow, "lengths", "Lengths", scan.plan.length_rows())
         tables += [lengths, _shared_table(scan), _block_size_table(scan.plan)]
         if fit is not None:
             notes = filter(None, [groups_and_states(fit)])
@@ -80,7 +80,7 @@ def survey_facts(scan: PromptScan, fit: Fit | None) -> dict[str, Any]:
     return facts
 
 
-class Rows:
+class Tally:
     """A count of rows."""
 
     what: str
@@ -96,7 +96,7 @@ class BadRow:
     message: Annotated[str, "what is wrong"]
 
 
-class Lengths:
+class LengthRow:
     """Lengths of all prompts, in tokens."""
 
     what: Annotated[str, "of"]
@@ -148,7 +148,7 @@ def _rows_table(scan: PromptScan) -> Table:
         )
     if scan.max_model_len is None:
         notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
-    return table(Rows, "rows", "Rows", [{"what": what, "rows": number} for what, number in rows.items()], notes=notes)
+    return table(Tally, "rows", "Rows", [{"what": what, "rows": number} for what, number in rows.items()], notes=notes)
 
 
 def _bad_table(scan: PromptScan) -> Table:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from pagedcli.answers.hits import Found, Hits
+from pagedcli.answers.hits import Hits, PoolHits
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.plan import Plan
 from pagedcli.printable import percent_text, plural
@@ -40,7 +40,7 @@ class Point:
     num_refused: Annotated[int, "refused", Means("", "requests")]
 
 
-class TraceRow:
+class TraceCount:
     """A count of a trace; of a curve in characters there are only notes."""
 
     what: str
@@ -60,11 +60,11 @@ _TRACE = {
 def trace_table(facts: dict[str, Any]) -> Table:
     """What is in the trace, of the facts that JSON has."""
     rows = [{"what": what, "value": facts[key]} for key, what in _TRACE.items() if facts[key] is not None]
-    return table(TraceRow, "trace", f"Trace ({facts['format']})", rows)
+    return table(TraceCount, "trace", f"Trace ({facts['format']})", rows)
 
 
 def pool_row(
-    found: Found, accesses: Accesses, windows: Sequence[int | None], warmup: float, *, is_timed: bool
+    found: PoolHits, accesses: Accesses, windows: Sequence[int | None], warmup: float, *, is_timed: bool
 ) -> dict[str, Any]:
     """One row of JSON: a pool size and a policy. With windows `best` is an upper bound, as if their layers needed no
     blocks."""
@@ -179,7 +179,7 @@ def curve_table(found: Hits, block_bytes: int | None) -> Table:
 
     lines = curve_lines(share_at, *_pool_range(found), label=label)
     title = f"Hit rate of the prompts' tokens by pool size, {found.here.policy}"
-    return table(TraceRow, "curve", title, [], notes=lines)
+    return table(TraceCount, "curve", title, [], notes=lines)
 
 
 def _pool_range(found: Hits, shown: Sequence[int] = ()) -> tuple[int, int]:
