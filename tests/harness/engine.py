@@ -287,7 +287,7 @@ class MemorySource(LineSource):
         self.name, self._content = "memory", encode(lines)
 
     def _open(self):
-        return io.BytesIO(self._content)
+        return io.BufferedReader(io.BytesIO(self._content))
 
 
 def is_complete(output):

@@ -3,12 +3,14 @@
 Used by batch.run. At most MAX_LINE_BYTES of a line are kept, so memory is bounded even without line ends.
 """
 
+import atexit
 import gzip
 import io
 import os
 import queue
 import re
 import shlex
+import shutil
 import sys
 import threading
 import zlib
@@ -16,14 +18,15 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
 
 import msgspec
 import xxhash
 
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.files import is_stream
-from pagedcli.line_files import MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, zstd
+from pagedcli.files import is_stream, writing
+from pagedcli.line_files import MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, first_decompressed, zstd
 from pagedcli.printable import byte_text, plural
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
@@ -78,6 +81,45 @@ class InputDigest:
 def is_live(name: str) -> bool:
     """Whether an input can be read only once, and its lines may arrive slowly: stdin, a named pipe, <(command)."""
     return name == "-" or is_stream(Path(name))
+
+
+_opened: dict[str, BinaryIO] = {}  # live inputs whose beginning was looked at, by name, until they are read
+
+
+def live_beginning(name: str) -> bytes:
+    """What a live input begins with, decompressed. Whoever opens it next reads that, too. Raises: UsageError."""
+    _opened[name] = open_input(name)
+    begins = _peeked(_opened[name])
+    return first_decompressed(begins, _PEEKED) if begins.startswith(ZSTD_MAGIC) else begins
+
+
+def open_input(name: str) -> BinaryIO:
+    """An input as it is stored; '-' is stdin. Raises: UsageError."""
+    if name in _opened:
+        return _opened.pop(name)
+    if name == "-":
+        return _stdin()
+    try:
+        return open(name, "rb")
+    except OSError as error:
+        raise UsageError(f"cannot read the prompts {name}: {error.strerror}") from error
+
+
+def copied(path: Path) -> Path:
+    """A file that can be read several times: the same one, or a copy of what a pipe or stdin ('-') has, kept until the
+    process ends. Raises: UsageError."""
+    if not is_live(name := str(path)):
+        return path
+    if name == "-" and sys.stdin.isatty():
+        raise UsageError("cannot read a recorded run from a terminal", hint="pass a file, or pipe one")
+    folder = TemporaryDirectory(prefix="pagedcli-")
+    atexit.register(folder.cleanup)
+    with open_input(name) as file:
+        ending = ".jsonl.zst" if _peeked(file).startswith(ZSTD_MAGIC) else ".jsonl"
+        copy = Path(folder.name, ("stdin" if name == "-" else "pipe") + ending)
+        with writing(copy), copy.open("wb") as to:
+            shutil.copyfileobj(file, to)
+    return copy
 
 
 class LineSource:
@@ -175,19 +217,12 @@ class LineSource:
         return enumerate(_read_lines(file), 1)
 
     def _open(self) -> BinaryIO:
-        if self.name == "-":
-            return _stdin()
-        try:
-            return open(self.name, "rb")
-        except OSError as error:
-            raise UsageError(f"cannot read the prompts {self.name}: {error.strerror}") from error
+        return open_input(self.name)
 
     def _unpacked(self, file: BinaryIO) -> BinaryIO:
         """The decompressed content of a file. Raises: UsageError if it is of a kind that has no rows for us."""
         if isinstance(file, _PACKED):
             return file
-        if not hasattr(file, "peek"):
-            file = io.BufferedReader(cast(io.RawIOBase, file))
         opener = next((each for begin, each in _OPENERS.items() if _peeked(file).startswith(begin)), None)
         file = file if opener is None else cast(BinaryIO, opener(file))
         name, head = "standard input" if self.name == "-" else self.name, _peeked(file)
@@ -264,7 +299,7 @@ def _stdin() -> BinaryIO:
     try:
         return open(os.dup(sys.stdin.fileno()), "rb")
     except io.UnsupportedOperation:  # replaced by something in memory
-        return sys.stdin.buffer
+        return io.BufferedReader(cast(io.RawIOBase, sys.stdin.buffer))
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:

@@ -1,5 +1,6 @@
 """`pagedcli diff`: what differs between two runs, and what each difference changes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from pagedcli import planning
 from pagedcli.answers.survey import prompt_model
+from pagedcli.batch.lines import copied
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.cures import find_cures, print_answer
@@ -24,15 +26,13 @@ from pagedcli.show.terminal import say, working
 from pagedcli.simulation.difference import Comparison, Side, recorded_sides
 from pagedcli.simulation.sources import read_prompts
 
+_side = partial(typer.Argument, callback=copied, show_default=False)
+
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
 def diff(
-    before: Annotated[
-        Path, typer.Argument(metavar="BEFORE", help="Trace or prompt file to compare from.", show_default=False)
-    ],
-    after: Annotated[
-        Path, typer.Argument(metavar="AFTER", help="Trace or prompt file to compare with it.", show_default=False)
-    ],
+    before: Annotated[Path, _side(metavar="BEFORE", help="Trace or prompt file to compare from.")],
+    after: Annotated[Path, _side(metavar="AFTER", help="Trace or prompt file to compare with it.")],
     *,
     tokenizer: TokenizerOption = None,
     config: ConfigFile = None,

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from pagedcli.app.pool_players import ReplayPlayer
+from pagedcli.batch.lines import copied, is_live, live_beginning
 from pagedcli.cli.block import print_block
 from pagedcli.cli.cures import told_of_recording
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
@@ -19,7 +20,7 @@ from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
 from pagedcli.files import beginning_of, check_files, whole_file, writing
-from pagedcli.kvevents.capture import is_capture
+from pagedcli.kvevents.capture import is_capture, is_capture_line
 from pagedcli.printable import plural, printable_json
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import StepConsole, StepPrinter
@@ -36,7 +37,10 @@ from pagedcli.views.step_choice import StepChoice
 
 StepFormat = Literal["table", "json", "md"]
 TraceFile = Annotated[
-    Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events, written by --record.")
+    Path,
+    typer.Argument(
+        metavar="TRACE.jsonl[.zst]", help="Trace or KV events, written by --record; - is stdin.", callback=copied
+    ),
 ]
 _BLOCK_HELP = "Print the owners, content and history of block N, at --step or at the end."
 _FOLLOW_HELP = "Highlight one request, by its id or else its row index, or one sequence (seq:31)."
@@ -85,16 +89,21 @@ class RecordedFlags:
             raise UsageError("--block can be combined only with --step and --format")
 
 
-def is_recorded(name: str) -> bool:
-    """Whether the input of `trace` is a recorded run, or a recording of KV events, not a file of prompts.
+def recorded_file(name: str) -> Path | None:
+    """The file of the recorded run, or of the recorded KV events, that the input of `trace` is; None: it is prompts.
 
     Raises: UsageError or TraceError if it cannot be read.
     """
     path = Path(name)
+    if is_live(name):
+        begins = b"" if name == "-" and sys.stdin.isatty() else live_beginning(name)
+        is_recorded = begins.startswith(b'{"event"') or is_capture_line(begins.partition(b"\n")[0])
+        return copied(path) if is_recorded else None
     if not path.name.endswith((".jsonl", ".jsonl.zst")):
-        return False
+        return None
     found = next(iter(parts(path)), path)  # a killed run leaves another name
-    return found.is_file() and (beginning_of(found, 64).startswith(b'{"event"') or is_capture(found))
+    is_recorded = found.is_file() and (beginning_of(found, 64).startswith(b'{"event"') or is_capture(found))
+    return path if is_recorded else None
 
 
 def look_at(

@@ -15,7 +15,7 @@ from rich.console import Console
 from pagedcli import show
 from pagedcli.app.pool_players import LivePlayer
 from pagedcli.batch.job import Job
-from pagedcli.batch.lines import is_live
+from pagedcli.batch.lines import copied, is_live
 from pagedcli.batch.prompts import open_source
 from pagedcli.batch.requests import BatchRow, decode_line
 from pagedcli.cli.dump_kv import table_width
@@ -29,7 +29,7 @@ from pagedcli.cli.options import (
     do_not_apply,
     option,
 )
-from pagedcli.cli.recorded_run import RecordedFlags, ViewFlags, is_recorded, look_at, no_such_step
+from pagedcli.cli.recorded_run import RecordedFlags, ViewFlags, look_at, no_such_step, recorded_file
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
@@ -94,9 +94,10 @@ def trace(
 
     Exit codes: those of generate; for a recorded run 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
-    if is_recorded(prompts) or recorded != RecordedFlags():
+    run = recorded_file(prompts)
+    if run is not None or recorded != RecordedFlags():
         _refuse(live, flags)
-        look_at(Path(prompts), view, recorded, output_file=output_file, overwrite=overwrite)
+        look_at(run or copied(Path(prompts)), view, recorded, output_file=output_file, overwrite=overwrite)
         return
     check_room_for_torch()
     raise typer.Exit(_generate(prompts, view, live, output_file=output_file, overwrite=overwrite, flags=flags))
