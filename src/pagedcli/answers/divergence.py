@@ -321,6 +321,7 @@ class Finder:
         return sorted(rows)
 
     def _compare(self, state: _State, pairs: Sequence[EqualWindow]) -> list[_Compared]:
+        """What differs between the prompts of some pairs, before the window that both have."""
         compared = []
         for pair in pairs[:: max(1, len(pairs) // _MOST_PAIRS)]:
             ids, other = state.ids[pair.row], state.ids[pair.other]

@@ -206,22 +206,20 @@ class Setting:
 
     @classmethod
     def of(cls, kind: Knob, subject: Subject, value: Any) -> "Setting":
-        """The run with another value. Where blocks may run out, in the pool of the changed run or in the present one,
-        the size of the pool is changed with it: one that the user gave would stay otherwise."""
+        """The change of a key to another value. Where blocks may run out, in the pool of the changed run or in the
+        present one, the pool's size is set too: one that the user gave would otherwise stay as it is."""
         changed, changes = subject.changed(kind.key, value), {kind.key: value}
         pools = (changed.limits, replace(changed.limits, num_blocks=subject.num_blocks))
         if kind.keeps_pool and any(map(subject.is_tight, pools)):
             changes[POOL] = changed.num_blocks
-        now = getattr(subject.limits, kind.key.partition(".")[2], None)
-        cost = kind.cost if kind.cost_of_more is None or value < now else kind.cost_of_more
+        cost = kind.cost
         if kind.key == POOL:
             more = value - subject.num_blocks
             num_bytes = more * subject.plan.block_bytes
-            cost = (
-                f"it takes {byte_text(num_bytes)} more memory"
-                if num_bytes
-                else f"it takes {plural(more, 'block')} more"
-            )
+            what = f"{byte_text(num_bytes)} more memory" if num_bytes else f"{plural(more, 'block')} more"
+            cost = f"it takes {what}"
+        elif kind.cost_of_more is not None and value >= getattr(subject.limits, kind.key.partition(".")[2]):
+            cost = kind.cost_of_more
         return cls(kind, changes, changed, cost)
 
     @property

@@ -125,6 +125,7 @@ class BlockMap(Painted):
         self.refresh()
 
     def as_text(self) -> str:
+        """The blocks that are shown, one a line, with cells separated by tabs."""
         if self._moment is None:
             return ""
         state = self._moment.state

@@ -35,6 +35,7 @@ def cache_groups(
     totals = [count * _elements(kind[1]) for kind, count in counts.items()]
     largest_layer = max(_elements(heads) for _, heads in counts)
     least, most = min(totals), max(totals)
+    # of a block, in elements of a token's K; at least a whole layer of every kind
     room = most if most < 1.25 * least else blocks_for(least, largest_layer) * largest_layer
     groups = []
     for window, of_layer in sorted(counts, key=_order):

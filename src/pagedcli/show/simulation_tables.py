@@ -105,10 +105,9 @@ def pool_table(
     else:
         pool, explained = "pool_bytes", "memory: of K and V in these blocks"
         rows = [{**row, "pool_bytes": row["pool_blocks"] * block_bytes} for row in rows]
-    notes = [
+    told = [
         f"{explained}; token hits, block hits: of the prompts' tokens and full blocks; optimal: token hits of the best"
-        " possible evictions, without running requests",
-        *notes,
+        " possible evictions, without running requests"
     ]
     columns = ["pool_blocks", pool, "policy", "hit_rate_tokens", "hit_rate_blocks", "clairvoyant_hit_rate_tokens"]
     title = "Hit rates without running requests (pool: blocks)"
@@ -119,9 +118,9 @@ def pool_table(
         columns += ["mean_waiting_s" if timed else "mean_waiting_steps", "num_preemptions"]
         columns += ["total_s"] if timed and schedule.speed is None else []
         columns += ["num_refused"] if any(row["num_refused"] for row in rows) else []
-        waiting = f"mean {'time' if timed else 'steps'} from arrival to the first step that computes a request"
-        notes = [notes[0], f"waiting: {waiting}", *notes[1:]]
-    return table(Point, "pools", title, rows, " ".join(columns), notes=notes)
+        what = "time" if timed else "steps"
+        told.append(f"waiting: mean {what} from arrival to the first step that computes a request")
+    return table(Point, "pools", title, rows, " ".join(columns), notes=[*told, *notes])
 
 
 def pools_notes(requests: Requests, found: Hits, windows: tuple[int | None, ...], warmup: float) -> list[str]:
