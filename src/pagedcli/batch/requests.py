@@ -87,37 +87,17 @@ _ALIASES = {
 _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
 _BEAM_FIELDS = ("use_beam_search", "best_of")  # names of older vLLM; best_of, or else n, is the number of beams
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message")  # true or false, in the body as vLLM has them
-_REQUEST_FIELDS = frozenset(
-    (
-        *_CHAT_FIELDS,
-        "prompt",
-        "messages",
-        "tools",
-        "cache_salt",
-        "chat_template_kwargs",
-        "top_logprobs",
-        *_BEAM_FIELDS,
-        *SCORE_FIELDS,
-    )
-)
+_REQUEST_FIELDS = frozenset(("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs"))
+_REQUEST_FIELDS |= {*_CHAT_FIELDS, *_BEAM_FIELDS, *SCORE_FIELDS}
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
 _TEMPLATE_SETTINGS = frozenset(
-    (
-        *(
-            "conversation",
-            "conversations",
-            "chat_template",
-            "tokenize",
-            "sanitize_control_tokens",
-            "padding",
-            "truncation",
-        ),
-        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-        "continue_final_message",
-    )
-)
+    ("conversation", "conversations", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation")
+) | {
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    "continue_final_message",
+}
 # about accounting, not about the answer
 _HARMLESS_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")
