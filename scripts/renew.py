@@ -21,7 +21,7 @@ import yaml
 
 from pagedcli.cli.learn import Language, Lesson, lessons
 from pagedcli.config import Config
-from pagedcli.config_keys import Key, keys_of
+from pagedcli.config_keys import ConfigKey, keys_of
 from pagedcli.models.families import registry
 from pagedcli.models.family import Llama
 from pagedcli.views.step_rows import TABLES, file_columns
@@ -59,7 +59,7 @@ def config() -> Files:
     yield ROOT / "configs" / "default.yaml", "\n".join(lines[:-1]) + "\n"
 
 
-def _meaning(type_: Any, declared: Key) -> str:
+def _meaning(type_: Any, declared: ConfigKey) -> str:
     """The description, the values or the range, and what null stands for."""
     text = declared.description
     if get_origin(type_) is Literal:

@@ -16,7 +16,7 @@ MOST = 2**40  # limit of any number without one of its own: sums of a few fit in
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConfigKey:
     """A key of the configuration, without its type and default."""
 
     panel: str  # heading in help texts and configuration files
@@ -69,7 +69,7 @@ class Key:
 def key(panel: str, description: str, **fields: Any) -> msgspec.Meta:
     """The annotation of a struct field: a Key of these fields. The range is not left to msgspec, whose message omits
     the value."""
-    return msgspec.Meta(description=description, extra={"key": Key(panel, description, **fields)})
+    return msgspec.Meta(description=description, extra={"key": ConfigKey(panel, description, **fields)})
 
 
 def flag_name(key: str) -> str:
@@ -78,7 +78,7 @@ def flag_name(key: str) -> str:
 
 
 @functools.cache
-def keys_of(struct: type[msgspec.Struct]) -> dict[str, tuple[Any, Key]]:
+def keys_of(struct: type[msgspec.Struct]) -> dict[str, tuple[Any, ConfigKey]]:
     """Name -> (type, key) of every field, in the order of their declaration."""
     hints = get_type_hints(struct, include_extras=True)
     return {
@@ -99,7 +99,7 @@ def check_ranges(values: msgspec.Struct) -> None:
 
 
 @functools.cache
-def _bounded(struct: type[msgspec.Struct]) -> tuple[tuple[str, Key], ...]:
+def _bounded(struct: type[msgspec.Struct]) -> tuple[tuple[str, ConfigKey], ...]:
     return tuple((name, declared) for name, (_, declared) in keys_of(struct).items() if declared.is_bounded)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.line_files import first_decompressed
 from pagedcli.process import interrupts_raised
 
 _STREAM_FOLDERS = ("/dev/fd/", "/proc/")
@@ -65,8 +66,6 @@ def beginning_of(path: Path, num_bytes: int) -> bytes:
         content = file.read(num_bytes)
         if content[:4] != _ZSTD_MAGIC[: max(1, len(content))]:
             return content
-        from pagedcli.line_files import first_decompressed
-
         return first_decompressed(content + file.read(1 << 17), num_bytes)
 
 

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from importlib.util import find_spec
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from anyio import CapacityLimiter, to_thread
@@ -24,11 +24,14 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolFunction, ToolInfo
 
+from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.lines import Line
+from pagedcli.batch.prompts import BatchOptions
+from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.stream import RowStream
+from pagedcli.config import Config
 from pagedcli.errors import RequestError, UsageError
-
-if TYPE_CHECKING:
-    from pagedcli.batch.stream import RowStream
+from pagedcli.llm_keywords import engine_config
 
 _MAX_TOKENS = 2048  # longest answer if the task says nothing; less where the model's length leaves less
 # fields of GenerateConfig with other names here, and those that are named alike
@@ -119,15 +122,8 @@ class _Answer:
         self.row.set_exception(error)
 
 
-def _stream(model: str, chat_template: str | None, engine_options: dict[str, Any]) -> "RowStream":
+def _stream(model: str, chat_template: str | None, engine_options: dict[str, Any]) -> RowStream:
     """The engine; loads torch, which other commands of Inspect need not wait for."""
-    from pagedcli.batch.fingerprint import run_key
-    from pagedcli.batch.prompts import BatchOptions
-    from pagedcli.batch.rows import RowWriter
-    from pagedcli.batch.stream import RowStream
-    from pagedcli.config import Config
-    from pagedcli.llm_keywords import engine_config
-
     engine = engine_config(model, engine_options)
     sampling = msgspec.structs.replace(Config().sampling, max_tokens=_MAX_TOKENS)
     return RowStream(

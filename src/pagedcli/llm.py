@@ -11,6 +11,7 @@ from numbers import Number
 from typing import Any
 
 import msgspec
+from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from pagedcli.batch.chat_template import read_template
 from pagedcli.batch.grammar import Grammars, Guides
@@ -358,8 +359,6 @@ class LLM(Closes):
         self, requests: list[_Request], use_tqdm: bool, places: Sequence[int] | None = None
     ) -> list[engine_outputs.FinishedRequest]:
         """`places`: of the requests among the prompts that were given; None: they are in their order."""
-        from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
-
         engine = self.llm_engine
         request_ids = [str(self._num_requests + place) for place in range(len(requests))]
         self._num_requests += len(requests)

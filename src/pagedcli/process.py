@@ -47,28 +47,25 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 def interrupts_raised() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt within this context, so that files and the terminal can be put in order."""
     is_main = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
-    if not is_main or signal.getsignal(signal.SIGINT) is not _end_at_once:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ends_at_once = is_main and signal.getsignal(signal.SIGINT) is _end_at_once
+    if ends_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a run has set its own since then
+        if ends_at_once and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # no run has set its own
             end_on_interrupt()
 
 
 @contextmanager
 def on_signals(act: Callable[[], None], numbers: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> Iterator[None]:
     """Signals only call `act` within this context."""
-    if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
-        yield
-        return
-    before = [(number, signal.signal(number, lambda *_: act())) for number in numbers]
+    is_main = threading.current_thread() is threading.main_thread()  # Python delivers signals only there
+    before = {each: signal.signal(each, lambda *_: act()) for each in numbers if is_main}
     try:
         yield
     finally:
-        for number, handler in before:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -76,44 +73,37 @@ def on_signals(act: Callable[[], None], numbers: Iterable[int] = (signal.SIGINT,
 def nothing_to_collect() -> Iterator[None]:
     """Modules are imported without garbage collections, which take a seventh of that time. At the end what they made is
     as old as if there had been some."""
-    if not gc.isenabled():
-        yield
-        return
-    num_modules = len(sys.modules)
+    collects, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if len(sys.modules) > num_modules and not _is_frozen():
+        if collects and len(sys.modules) > num_modules and not _is_frozen():
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 @contextmanager
 def old_objects_left_alone() -> Iterator[None]:
     """The garbage collector does not look through what exists already: with torch's modules that takes 0.2 s each time,
     every few seconds of a run. Most objects of a row die by their reference count."""
-    if _is_frozen():
-        yield
-        return
-    threshold = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS, *threshold[1:])
+    is_outermost, threshold = not _is_frozen(), gc.get_threshold()
+    if is_outermost:
+        gc.freeze()
+        gc.set_threshold(_NEW_OBJECTS, *threshold[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*threshold)
-        gc.unfreeze()
+        if is_outermost:
+            gc.set_threshold(*threshold)
+            gc.unfreeze()
 
 
 def _is_frozen() -> bool:
     """Whether somebody has frozen what exists. Takes 30 ms where it is so, as objects are counted one by one."""
     return gc.get_freeze_count() > 1000  # Python 3.12 begins with 375
-
-
-class MemoryShortage(ConfigError):
-    """The system refused memory (exit code 2)."""
 
 
 def address_space() -> tuple[int, int] | None:
@@ -130,36 +120,28 @@ def address_space() -> tuple[int, int] | None:
 
 
 def check_room_for_torch() -> None:
-    """Raises: MemoryShortage if `ulimit -v` leaves too little to load torch, which otherwise ends the process."""
-    if (space := address_space()) is None:
+    """Raises: ConfigError if `ulimit -v` leaves too little to load torch, which otherwise ends the process."""
+    if (space := address_space()) is None or (torch := find_spec("torch")) is None or torch.origin is None:
         return
-    torch = find_spec("torch")
-    libraries = Path(torch.origin).parent.glob("lib/*.so*") if torch is not None and torch.origin is not None else ()
-    needed = sum(file.stat().st_size for file in libraries) + _WITH_TORCH
+    needed = _WITH_TORCH + sum(file.stat().st_size for file in Path(torch.origin).parent.glob("lib/*.so*"))
     if space[1] < needed:
-        raise MemoryShortage(
-            f"not enough memory to load torch and a model: they take {_shown(needed)} or more, and"
-            f" ulimit -v {_shown(space[0])} leaves {_shown(space[1])}",
-            hint="raise ulimit -v",
-        )
+        message = f"not enough memory to load torch and a model: they take {_shown(needed)} or more, and ulimit -v"
+        raise ConfigError(f"{message} {_shown(space[0])} leaves {_shown(space[1])}", hint="raise ulimit -v")
 
 
-def shortage(error: BaseException, what: str = "this", hint: str | None = None) -> MemoryShortage | None:
-    """The error to show for one that says that memory has run out; None if it says something else.
-
-    `what` the memory was for; `hint` names the flag that lowers it.
-    """
-    text = str(error)
-    is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if not (isinstance(error, MemoryError) or is_system or _REFUSED.search(text)):
+def shortage(error: BaseException, what: str = "this", hint: str | None = None) -> ConfigError | None:
+    """The error to show for one that says that memory has run out; None if it says something else. `what`: what the
+    memory was for; `hint` names the flag that lowers it."""
+    is_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not is_memory and not _REFUSED.search(str(error)):
         return None
     message = f"not enough memory for {what}"
-    if (asked := _ASKED.search(text)) is not None:
+    if (asked := _ASKED.search(str(error))) is not None:
         message += f": {_shown(float(asked[1]) * _UNITS[asked[2]])} more could not be had"
     if (space := address_space()) is not None:
         message += f" (ulimit -v allows {_shown(space[0])}, {_shown(space[1])} of it are left)"
         hint = f"{hint}, or raise ulimit -v" if hint else "raise ulimit -v"
-    return MemoryShortage(message, hint=hint or "end other programs, or use a machine or container with more memory")
+    return ConfigError(message, hint=hint or "end other programs, or use a machine or container with more memory")
 
 
 def _shown(num_bytes: float) -> str:

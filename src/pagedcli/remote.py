@@ -19,16 +19,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
-import httpx
 import msgspec
 
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.later import httpx
 from pagedcli.printable import byte_text, one_line
 
 T = TypeVar("T")
 MAX_BYTES = 4 << 20  # one answer; 20 alternatives at 100 positions take less than 1 MiB
 MAX_SHOWN = 200  # characters of a server's message
-_HTTP_ERRORS = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError)
 _PIECES = (6, 8)  # characters by which part of a secret is recognised: half of it, within these limits
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 
@@ -157,7 +156,7 @@ class Remote:
     @asynccontextmanager
     async def exchange(
         self, method: str, path: str = "", body: Mapping[str, Any] | None = None, *, end_s: float = math.inf
-    ) -> AsyncIterator[httpx.Response]:
+    ) -> AsyncIterator["httpx.Response"]:
         """A response with status 200 whose body has not been read. The extension waited_s: to its headers.
 
         Ends after the timeout, or at `end_s` of the monotonic clock. Raises: ServerError, RefusedError.
@@ -179,7 +178,7 @@ class Remote:
                 raise ServerError(
                     f"the server took more than {limit_s:,.0f} s for one answer", hint="--timeout allows more"
                 ) from None
-            except _HTTP_ERRORS as error:
+            except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
                 what = self._text(str(error)) or type(error).__name__
                 raise ServerError(f"no answer from {self.shown}: {what}", hint="is the server running?") from None
             except PagedcliError as error:  # anything in it may be the server's words
@@ -188,13 +187,13 @@ class Remote:
                 error.__cause__, error.__suppress_context__ = None, True
                 raise
 
-    async def read(self, response: httpx.Response) -> bytes:
+    async def read(self, response: "httpx.Response") -> bytes:
         content = bytearray()
         async for chunk in self.chunks(response):
             content += chunk
         return bytes(content)
 
-    async def chunks(self, response: httpx.Response) -> AsyncIterator[bytes]:
+    async def chunks(self, response: "httpx.Response") -> AsyncIterator[bytes]:
         num_bytes = 0
         async for chunk in response.aiter_raw():
             num_bytes += len(chunk)
@@ -202,7 +201,7 @@ class Remote:
                 raise ServerError(f"the server sent more than {byte_text(MAX_BYTES)} for one answer")
             yield chunk
 
-    async def _check_status(self, response: httpx.Response) -> None:
+    async def _check_status(self, response: "httpx.Response") -> None:
         if response.is_redirect or 300 <= response.status_code < 400:
             target = self._text(response.headers.get("location", "nowhere"))
             raise ServerError(

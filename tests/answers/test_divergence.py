@@ -17,7 +17,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import unit_digests
 from pagedcli.planning.differences import Place, moved, sorted_parts
 from pagedcli.planning.equal_runs import equal_runs, hit_tokens
-from pagedcli.planning.prompt_sample import MOST_ROWS, Prompt, PromptSample
+from pagedcli.planning.prompt_sample import MOST_ROWS, PromptSample, SaltedPrompt
 
 BLOCK = 16
 
@@ -274,10 +274,10 @@ def test_a_sample_says_so_and_has_an_interval_that_holds_the_rate_of_the_whole_f
 
 def test_few_or_empty_prompts_are_no_error():
     assert Finder(BLOCK).find([]) == []
-    assert Finder(BLOCK).find([Prompt([])] * 5) == []
-    assert Finder(BLOCK).find([Prompt([1, 2, 3])] * 2) == []
+    assert Finder(BLOCK).find([SaltedPrompt([])] * 5) == []
+    assert Finder(BLOCK).find([SaltedPrompt([1, 2, 3])] * 2) == []
     for length in range(1, 2 * BLOCK):
-        assert Finder(BLOCK).find([Prompt(list(range(row, row + length))) for row in range(3)]) == []
+        assert Finder(BLOCK).find([SaltedPrompt(list(range(row, row + length))) for row in range(3)]) == []
 
 
 # ---------------------------------------------------------------------- the whole proof
@@ -325,7 +325,7 @@ def test_a_hundred_thousand_rows_of_500_token_ids_take_less_than_a_minute():
     draw = np.random.default_rng(0)
     shared = draw.integers(0, 30_000, 300)
     rows = [
-        Prompt(array("q", np.concatenate([draw.integers(0, 30_000, 8), shared, draw.integers(0, 30_000, 192)])))
+        SaltedPrompt(array("q", np.concatenate([draw.integers(0, 30_000, 8), shared, draw.integers(0, 30_000, 192)])))
         for _ in range(100_000)
     ]
     with Effort() as effort:

@@ -7,7 +7,7 @@ import pytest
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, answer_schema, cells_of
-from pagedcli.batch.rows import Row
+from pagedcli.batch.rows import WrittenRow
 from pagedcli.errors import PagedcliError, UsageError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
@@ -124,7 +124,7 @@ def test_all_parts_of_a_row_have_a_column(tmp_path):
 def test_an_openai_row_is_flattened():
     choice = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop", "logprobs": None}
     row = {"custom_id": "c", "response": {"body": {"choices": [choice], "usage": {"total_tokens": 9}}}, "error": None}
-    flat = cells_of(Row.of(json.dumps(row).encode()))
+    flat = cells_of(WrittenRow.of(json.dumps(row).encode()))
     assert (flat["id"], flat["text"], flat["usage"]["total_tokens"]) == ("c", "hi", 9)
 
 

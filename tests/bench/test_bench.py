@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagedcli.bench.rates import MachineRates, measure_rates
-from pagedcli.bench.spread import Busy, BusyWatch, Earlier, Spread, compared_rows
+from pagedcli.bench.spread import Busy, BusyWatch, EarlierRow, Spread, compared_rows
 from pagedcli.bench.throughput import bench_notes, shape_folder, workload_config
 from pagedcli.bench.workloads import PRESETS, preset_workload, random_draw, within, workload_floor
 from pagedcli.cli.bench import BenchProgress
@@ -179,7 +179,7 @@ def test_an_earlier_file_is_compared_figure_by_figure(tmp_path):
 
 
 def measured(workload="W", **figures):
-    return Earlier(workload, {name: Spread.of(values) for name, values in figures.items()})
+    return EarlierRow(workload, {name: Spread.of(values) for name, values in figures.items()})
 
 
 def test_a_change_counts_only_where_the_passes_do_not_overlap():

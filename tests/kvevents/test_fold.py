@@ -3,7 +3,7 @@
 from kv_event_harness import CLEARED, message, removed, stored
 
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Shape, largest_branches, token_ids
+from pagedcli.kvevents.tree import TreeShape, largest_branches, token_ids
 from pagedcli.show.kv_tables import (
     LoraRow,
     cache_rows,
@@ -196,7 +196,7 @@ def test_branches_are_runs_without_a_fork_largest_first():
     #  1 - 2 - 3 - 4      and 9
     #       \\- 5
     state = state_of(message(0, stored(1, 2, 3, 4), stored(5, parent=2), stored(9)), keep_tokens=True)
-    shape = Shape(state.trees[0])
+    shape = TreeShape(state.trees[0])
     rows = [
         ([node.hash for node in branch.nodes], branch.level, branch.depth, branch.num_blocks, branch.num_children)
         for branch in largest_branches(shape, 10)
@@ -209,6 +209,6 @@ def test_branches_are_runs_without_a_fork_largest_first():
 
 
 def test_blocks_that_name_each_other_as_parents_do_no_harm():
-    shape = Shape(state_of(message(0, stored(1, parent=2), stored(2, parent=1), stored(3, parent=3))).trees[0])
+    shape = TreeShape(state_of(message(0, stored(1, parent=2), stored(2, parent=1), stored(3, parent=3))).trees[0])
     assert largest_branches(shape, 5) == []
     assert shape.max_depth == 0

@@ -16,7 +16,7 @@ from pagedcli.kvevents.wire import (
     MAX_PAYLOAD_BYTES,
     Cleared,
     Created,
-    Message,
+    Frames,
     Moved,
     Placed,
     Removed,
@@ -198,10 +198,10 @@ def test_mooncake_store_with_every_event():
 
 def test_frames_are_told_apart():
     seq, payload = (7).to_bytes(8, "big"), b"\x92"
-    assert split_frames([b"kv", seq, payload]) == Message(b"kv", 7, payload)
-    assert split_frames([b"", seq, payload]) == Message(b"", 7, payload)  # a replay of four frames, as a dealer sees it
-    assert split_frames([b"", b"kv", seq, payload]) == Message(b"kv", 7, payload)  # and of five
-    assert split_frames([payload]) == Message(b"", None, payload)
+    assert split_frames([b"kv", seq, payload]) == Frames(b"kv", 7, payload)
+    assert split_frames([b"", seq, payload]) == Frames(b"", 7, payload)  # a replay of four frames, as a dealer sees it
+    assert split_frames([b"", b"kv", seq, payload]) == Frames(b"kv", 7, payload)  # and of five
+    assert split_frames([payload]) == Frames(b"", None, payload)
     assert split_frames([b"", b"\xff" * 8, b""]).ends_replay
 
 

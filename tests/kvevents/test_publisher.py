@@ -13,7 +13,7 @@ from pagedcli.errors import UsageError
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
-from pagedcli.kvevents.tree import PrefixTree
+from pagedcli.kvevents.tree import ServerTree
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.kv_tables import facts, limits
 from pagedcli.trace.fold import Fold
@@ -82,7 +82,7 @@ def test_the_rebuilt_tree_is_the_pools_index_after_every_step_of_100_random_runs
             for payload in sent:
                 state.take([b"kv", state.num_batches.to_bytes(8, "big"), payload], 0.0)
             sent.clear()
-            (tree,) = state.trees or [PrefixTree()]
+            (tree,) = state.trees or [ServerTree()]
             expected = content(sim.block_manager)
             found = rebuilt(tree)
             assert found.keys() == expected.keys()

@@ -90,7 +90,7 @@ def test_a_format_of_tool_calls(monkeypatch):
 
 
 def test_a_setting_that_a_cure_changes():
-    kind = settings.Kind("held prompts", "engine.min_prefill_tokens", lambda subject, found: [7], cost="latency")
+    kind = settings.Knob("held prompts", "engine.min_prefill_tokens", lambda subject, found: [7], cost="latency")
     requests = [Request(str(n), None, 24, 4, token_ids=array("q", [n] * 24), max_new_tokens=4) for n in range(12)]
     limits = Limits(num_blocks=20, max_num_seqs=4, max_num_batched_tokens=64)
     trials = Trials(settings.Subject(Requests(requests, format="prompts"), Plan(limits=limits, model="m")))

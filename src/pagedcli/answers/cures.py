@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from pagedcli.answers.divergence import Divergence, divergences
 from pagedcli.answers.hits import Hits, OutOfTimeError, hits
-from pagedcli.answers.settings import BLOCK_SIZE, CACHING, KINDS, POOL, Changes, Kind, Setting, Subject, flags_of
+from pagedcli.answers.settings import BLOCK_SIZE, CACHING, KINDS, POOL, Changes, Knob, Setting, Subject, flags_of
 from pagedcli.answers.time import Forecast
 from pagedcli.answers.time import time as forecast
 from pagedcli.answers.turns import Turns
@@ -113,7 +113,7 @@ class Trials:
         is_sure = found.num_refused <= base.num_refused and (saved_s(base, found) or 0.0) >= 0
         return Trial(setting, found, gain, is_sure)
 
-    def explore(self, kinds: Iterable[Kind]) -> None:
+    def explore(self, kinds: Iterable[Knob]) -> None:
         """Try the settings of these kinds. Raises: OutOfTimeError."""
         for kind in kinds:
             if kind.needs_caching and not self.subject.limits.enable_prefix_caching:
@@ -248,7 +248,7 @@ def _setting_cures(trials: Trials | None) -> list[Cure]:
         trials.explore([kind for kind in KINDS if not kind.is_timed])
     except OutOfTimeError:
         pass
-    best: dict[Kind, Trial] = {}
+    best: dict[Knob, Trial] = {}
     for trial in trials.best():
         best.setdefault(trial.setting.kind, trial)
     return [_setting_cure(trials.as_it_is, trial) for trial in [*best.values()][:_MOST_SETTINGS]]
@@ -316,7 +316,7 @@ def tune(
     trials = Trials(subject, base, budget_s)
     is_timed = base.seconds is not None and base.seconds >= LEAST_TIMED_S
     exact: Trial | None = None
-    candidates: dict[Kind, tuple[float, Setting]] = {}  # what the one of each kind that may gain most takes, in seconds
+    candidates: dict[Knob, tuple[float, Setting]] = {}  # what the one of each kind that may gain most takes, in seconds
     try:
         trials.explore([kind for kind in KINDS if not kind.is_timed and kind.key not in fixed | {POOL}])
         exact = next(iter(trials.best()), None)

@@ -23,16 +23,16 @@ from pagedcli.errors import RequestError
 from pagedcli.planning import differences as diff
 from pagedcli.planning.differences import Difference, Place
 from pagedcli.planning.equal_runs import (
+    EqualWindow,
     Ids,
     Ints,
-    Pair,
     common_prefix,
     common_suffix,
     equal_runs,
     hit_tokens,
     shared_tokens,
 )
-from pagedcli.planning.prompt_sample import Prompt, PromptSample
+from pagedcli.planning.prompt_sample import PromptSample, SaltedPrompt
 from pagedcli.printable import plural
 
 LEAST_SHARE = 0.05  # smallest share of the prompts that makes a finding
@@ -190,7 +190,7 @@ class Finder:
     def has_words(self) -> bool:
         return self.decode is not _as_text
 
-    def find(self, prompts: Sequence[Prompt], most: int = 3) -> list[Divergence]:
+    def find(self, prompts: Sequence[SaltedPrompt], most: int = 3) -> list[Divergence]:
         """Causes, the largest first; each with the rates after those before it."""
         ids = [prompt.token_ids for prompt in prompts]
         if len(prompts) < 3 or not any(map(len, ids)):
@@ -300,14 +300,14 @@ class Finder:
     def _are_enough(num_prompts: int, num_looked_at: int) -> bool:
         return num_prompts >= max(LEAST_PROMPTS, LEAST_SHARE * num_looked_at)
 
-    def _pairs(self, state: _State) -> list[Pair]:
+    def _pairs(self, state: _State) -> list[EqualWindow]:
         ignored = [self.template] if len(self.template) else []
         runs = equal_runs(state.ids, self.block_size, ignored)
         if len(runs.pairs) < LEAST_SHARE * len(state.ids) or runs.share < LEAST_GAIN / 2:
             return []
         return runs.pairs
 
-    def _tried(self, pairs: list[Pair], num_rows: int) -> list[int] | None:
+    def _tried(self, pairs: list[EqualWindow], num_rows: int) -> list[int] | None:
         """The rows that changes are tried on, with those that they are equal to. None: all."""
         if num_rows <= _MOST_TRIED:
             return None
@@ -320,7 +320,8 @@ class Finder:
                 row = by_row[row].other if row in by_row else None
         return sorted(rows)
 
-    def _compare(self, state: _State, pairs: Sequence[Pair]) -> list[_Compared]:
+    def _compare(self, state: _State, pairs: Sequence[EqualWindow]) -> list[_Compared]:
+        """What differs between the prompts of some pairs, before the window that both have."""
         compared = []
         for pair in pairs[:: max(1, len(pairs) // _MOST_PAIRS)]:
             ids, other = state.ids[pair.row], state.ids[pair.other]
@@ -337,7 +338,7 @@ class Finder:
             compared.append(_Compared(mine, theirs, token, num_equal, is_elsewhere))
         return compared
 
-    def _changes(self, state: _State, pairs: Sequence[Pair]) -> list[Change]:
+    def _changes(self, state: _State, pairs: Sequence[EqualWindow]) -> list[Change]:
         """What could be changed, the most natural first."""
         compared = self._compare(state, pairs)
         changes: list[Change] = []

@@ -7,11 +7,12 @@ prints nothing.
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from pagedcli import planning
 from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, Terms, blocks_for
 from pagedcli.core.groups import TableShape, token_bytes
 from pagedcli.core.limits import Limits
@@ -21,9 +22,6 @@ from pagedcli.events import CacheGroup
 from pagedcli.printable import byte_text, capitalized, percent_text, plural
 from pagedcli.process import address_space
 from pagedcli.records import Bytes, Share, Whole, computed, size
-
-if TYPE_CHECKING:
-    from pagedcli.planning.decision import Decision
 
 NOT_PREDICTED = "transformers runs its layers; neither memory nor time is predicted"
 _SHARE_IN_4_BITS = 0.3  # bytes of weights of 4 bits with their scales and an embedding of 16, over those of 16 bits
@@ -80,7 +78,7 @@ class Fit:
 
     def __init__(
         self,
-        decision: "Decision",
+        decision: "planning.decision.Decision",
         terms: Terms,
         pool: Pool,
         *,
@@ -115,7 +113,7 @@ class Fit:
         return self.tables.longest(num_blocks, self.limits.chunk_size, self.max_model_len)
 
 
-def fits(decision: "Decision", *, flags: str = "as configured", **known: Any) -> Fit:
+def fits(decision: "planning.decision.Decision", *, flags: str = "as configured", **known: Any) -> Fit:
     """What the machine holds of a model, predicted; not for one that runs through transformers. `known`: terms that are
     not to be predicted."""
     terms = replace(decision.terms, **known)
@@ -198,12 +196,10 @@ def would_fit(fit: Fit) -> str:
 
 def other_formats(fit: Fit) -> list[Fit]:
     """The other weight formats and KV dtypes that run on the machine, the largest first."""
-    from pagedcli.planning.decide import formats_of
-
     if fit.known is None:
         return []
     found = {(fit.weight_format, fit.kv_dtype): fit}
-    for flags, decision in formats_of(fit.decision):
+    for flags, decision in planning.decide.formats_of(fit.decision):
         other = fits(decision, flags=flags, **fit.known)
         found.setdefault((other.weight_format, other.kv_dtype), other)
     return sorted(list(found.values())[1:], key=lambda each: (-each.weights_bytes, -each.token_bytes))
@@ -211,8 +207,6 @@ def other_formats(fit: Fit) -> list[Fit]:
 
 def _on_more_gpus(fit: Fit) -> Iterator[tuple[int, Fit]]:
     """The model over 2, 4 and 8 of its GPU, as far as its heads can be divided."""
-    from pagedcli.planning.decide import decide
-
     config, machine = fit.decision.config, fit.decision.machine
     gpu = machine.gpu(fit.plan.device)
     if gpu is None or fit.known is None:
@@ -222,7 +216,7 @@ def _on_more_gpus(fit: Fit) -> Iterator[tuple[int, Fit]]:
             parallel = msgspec.structs.replace(config, tensor_parallel_size=num_ranks, device="cuda:0")
             gpus = replace(machine, gpus=(gpu,) * num_ranks, is_here=False)
             with suppress(PagedcliError):
-                yield num_ranks, fits(decide(parallel, fit.decision.spec, gpus), **fit.known)
+                yield num_ranks, fits(planning.decide.decide(parallel, fit.decision.spec, gpus), **fit.known)
 
 
 # ---------------------------------------------------------------------- where it goes

@@ -24,7 +24,7 @@ NEARLY = 0.01  # a hit rate within a point of the one without limit is as good
 MOST_BLOCKS = 2**24  # blocks of a simulated pool: each takes about 200 bytes
 _FINE = 64  # the smallest pool is found to within this part of it
 _MOST_DRAWN = 300  # points of a curve
-Share = tuple[int, int]  # a part, and the whole
+PartOf = tuple[int, int]  # a part, and the whole
 
 
 class OutOfTimeError(Exception):
@@ -32,13 +32,13 @@ class OutOfTimeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PoolHits:
     """What one pool finds of the prompts when they are first computed."""
 
     num_blocks: int
     policy: Eviction
-    tokens: Share  # tokens found, of all prompt tokens of the requests that are served
-    blocks: Share  # blocks found, of all full blocks of these prompts
+    tokens: PartOf  # tokens found, of all prompt tokens of the requests that are served
+    blocks: PartOf  # blocks found, of all full blocks of these prompts
     run: RunResult | None = None  # None: by stack distances
 
     @property
@@ -56,11 +56,11 @@ class Found:
 class Hits:
     """What a cache finds of these requests at each size, under one eviction policy."""
 
-    here: Found  # the pool of the plan
-    unlimited: Found  # a pool in which nothing is ever evicted
+    here: PoolHits  # the pool of the plan
+    unlimited: PoolHits  # a pool in which nothing is ever evicted
     ideal_hit_rate: float  # share of the prompt tokens without a limit, if requests came one at a time
-    enough: Found  # the smallest pool within NEARLY of the unlimited one that refuses no more requests
-    tried: tuple[Found, ...]  # every pool that was simulated, the smallest first
+    enough: PoolHits  # the smallest pool within NEARLY of the unlimited one that refuses no more requests
+    tried: tuple[PoolHits, ...]  # every pool that was simulated, the smallest first
     doubt: str | None = None  # why smaller pools than `enough` may do, in words; None: a tenth less does not
 
     def document(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def hits(
     plan: Plan,
     schedule: Schedule | None = None,
     *,
-    known: Iterable[Found] = (),
+    known: Iterable[PoolHits] = (),
     accesses: Accesses | None = None,
     warmup: float = 0.0,
     search_s: float | None = None,
@@ -90,7 +90,7 @@ def hits(
     accesses = accesses_of(requests, limits.block_size) if accesses is None else accesses
     curve, deadline_s = lru_curve(accesses, warmup), float("inf")
 
-    def find(num_blocks: int) -> Found:
+    def find(num_blocks: int) -> PoolHits:
         def check(num_done: int) -> None:
             if observe is not None:
                 observe(num_blocks, num_done)
@@ -119,9 +119,9 @@ def hits(
 def hits_one_at_a_time(curve: LruCurve, num_blocks: int) -> Hits:
     """Find the hits by stack distances: exact for LRU and requests that come one at a time and generate nothing."""
 
-    def find(size: int) -> Found:
+    def find(size: int) -> PoolHits:
         blocks, tokens = curve.hits_at(size)
-        return Found(size, "lru", (tokens, curve.num_tokens), (blocks, curve.num_blocks))
+        return PoolHits(size, "lru", (tokens, curve.num_tokens), (blocks, curve.num_blocks))
 
     unlimited = find(int(curve.sizes[-1]) if len(curve.sizes) else 1)
     here, enough = find(num_blocks), find(curve.size_for(unlimited.tokens[0] - NEARLY * curve.num_tokens))
@@ -139,11 +139,11 @@ def found_in(
     warmup: float = 0.0,
     emit: Emit | None = None,
     observe: Callable[[int], None] | None = None,
-) -> Found:
+) -> PoolHits:
     """Simulate a run with another pool than the plan's. `warmup`: share of the requests that is not counted."""
     plan = replace(plan, limits=replace(plan.limits, num_blocks=num_blocks))
     run = simulate(requests, plan, schedule, emit=emit, observe=observe)
-    return Found(num_blocks, plan.limits.eviction, run.hit_tokens(warmup), run.hit_blocks(warmup), run)
+    return PoolHits(num_blocks, plan.limits.eviction, run.hit_tokens(warmup), run.hit_blocks(warmup), run)
 
 
 def least_pool(requests: Requests, limits: Limits) -> int:
@@ -162,15 +162,15 @@ def hits_in_words(found: Hits, block_bytes: int | None = None) -> str:
     if not unlimited.tokens[1]:
         return "No request can be served, whatever the size of the pool."
 
-    def pool(each: Found) -> str:
+    def pool(each: PoolHits) -> str:
         return plural(each.num_blocks, "block") + (
             f" ({byte_text(each.num_blocks * block_bytes)})" if block_bytes else ""
         )
 
-    def finds(each: Found) -> str:
+    def finds(each: PoolHits) -> str:
         return f"{pool(each)} {'finds' if each.num_blocks == 1 else 'find'} {percent_text(each.hit_rate)}"
 
-    def as_much(each: Found) -> str:
+    def as_much(each: PoolHits) -> str:
         if percent_text(each.hit_rate) == (rate := percent_text(unlimited.hit_rate)):
             return "as much as an unlimited cache"
         return f"within 1 point of the {rate} of an unlimited cache"
@@ -193,7 +193,7 @@ def hits_in_words(found: Hits, block_bytes: int | None = None) -> str:
     return f"{first}; {finds(enough)}, {as_much(enough)}{doubt}."
 
 
-def _is_enough(found: Found, unlimited: Found) -> bool:
+def _is_enough(found: PoolHits, unlimited: PoolHits) -> bool:
     return found.num_refused <= unlimited.num_refused and found.hit_rate >= unlimited.hit_rate - NEARLY
 
 
@@ -221,7 +221,7 @@ def _search(is_enough: Callable[[int], bool], least: int, tried: Iterable[int], 
         low, high = floor, fewer
 
 
-def _guesses(curve: LruCurve, unlimited: Found, limits: Limits) -> list[int]:
+def _guesses(curve: LruCurve, unlimited: PoolHits, limits: Limits) -> list[int]:
     """Pools to begin with: what LRU alone would need, and the same with room for the requests that run at once."""
     cached = curve.size_for(unlimited.tokens[0] - NEARLY * unlimited.tokens[1]) * len(limits.groups)
     running = 0 if unlimited.run is None else unlimited.run.facts.peak_used_blocks

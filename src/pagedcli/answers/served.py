@@ -1,17 +1,14 @@
 """The requests that a run has served, kept while it runs, so that its end can be simulated with other settings."""
 
 from array import array
-from typing import TYPE_CHECKING
 
+from pagedcli import answers
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.step_time import TimeKey, load_step_time
 from pagedcli.simulation.requests import Request, Requests, RowOutput, request_of
-
-if TYPE_CHECKING:
-    from pagedcli.answers.settings import Subject
 
 _MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they diverge: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
@@ -27,13 +24,13 @@ class ServedRequests:
         self._is_too_much = False  # or cannot be simulated
         self.drawn = PromptSample(most_rows=_MOST_DRAWN, most_tokens=_MOST_DRAWN_TOKENS)
 
-    def add(self, row: BatchRow, answers: list[RowPrompt]) -> None:
+    def add(self, row: BatchRow, served: list[RowPrompt]) -> None:
         """A row is done; one with the answers of another row has not been started."""
         for prompt in row.prompts:
             self.drawn.add(array("q", prompt.token_ids), row.cache_salt)
         if self._is_too_much or row.number is None:
             return
-        for prompt in answers:
+        for prompt in served:
             self._num_tokens += len(prompt.token_ids)
             self._num_tokens += sum(len(sample.token_ids) for sample in prompt.result.samples)
             self._num_tokens += sum(map(len, prompt.scored.continuations)) if prompt.scored else 0
@@ -43,7 +40,7 @@ class ServedRequests:
             self._requests.clear()
             return
         self._requests[row.number] = []
-        for prompt in answers:
+        for prompt in served:
             samples = prompt.result.samples
             ids, stopped = [each.token_ids for each in samples], [each.finish_reason == "stop" for each in samples]
             max_tokens = 0 if prompt.scored else admit(self._plan.limits, prompt.token_ids, prompt.params)
@@ -57,15 +54,13 @@ class ServedRequests:
         """Whether all prompts have been drawn."""
         return len(self.drawn.prompts) == self.drawn.num_seen
 
-    def subject(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None) -> "Subject | None":
+    def subject(self, key: TimeKey, *, is_reordered: bool, read_ahead: int | None) -> "answers.settings.Subject | None":
         """The run, with the time of its steps by `key`; None: there were beam searches, or too many tokens. Rows of a
         run with --reorder prefix have come in that order."""
-        from pagedcli.answers.settings import Subject  # delays the first row of a run otherwise
-
         if self._is_too_much:
             return None
         requests = [request for number in sorted(self._requests) for request in self._requests[number]]
-        return Subject(
+        return answers.settings.Subject(
             Requests(requests, format="prompts"),
             self._plan,
             may_reorder=not is_reordered,

@@ -122,7 +122,7 @@ def _blocks_of(request: Request, limits: Limits) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Knob:
     """A configuration key that a cure changes."""
 
     name: str
@@ -179,19 +179,19 @@ def _num_seqs(subject: Subject, _: Forecast) -> list[int]:
 
 # from cheap to expensive
 KINDS = (
-    Kind("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
-    Kind("policy", "engine.eviction", _other_policies, needs_caching=True),
-    Kind("order", ORDER, _orders, "rows start in another order", needs_caching=True),
-    Kind("checkpoints", "engine.checkpoints", _checkpoints, needs_caching=True),
-    Kind("block size", BLOCK_SIZE, _smaller_blocks, "more blocks to read", needs_caching=True, keeps_pool=True,
+    Knob("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
+    Knob("policy", "engine.eviction", _other_policies, needs_caching=True),
+    Knob("order", ORDER, _orders, "rows start in another order", needs_caching=True),
+    Knob("checkpoints", "engine.checkpoints", _checkpoints, needs_caching=True),
+    Knob("block size", BLOCK_SIZE, _smaller_blocks, "more blocks to read", needs_caching=True, keeps_pool=True,
          is_timed=True),
-    Kind("preemption", "engine.preemption_policy", _preemption_policies),
-    Kind("step tokens", "engine.max_num_batched_tokens", _step_tokens, "more steps", "later tokens while prompts run",
+    Knob("preemption", "engine.preemption_policy", _preemption_policies),
+    Knob("step tokens", "engine.max_num_batched_tokens", _step_tokens, "more steps", "later tokens while prompts run",
          keeps_pool=True, is_timed=True),
-    Kind("chunk", "engine.chunked_prefill_size", _chunks, "more steps", is_timed=True),
-    Kind("sequences", "engine.max_num_seqs", _num_seqs, "later first tokens", "slower tokens of each row",
+    Knob("chunk", "engine.chunked_prefill_size", _chunks, "more steps", is_timed=True),
+    Knob("sequences", "engine.max_num_seqs", _num_seqs, "later first tokens", "slower tokens of each row",
          keeps_pool=True, is_timed=True),
-    Kind("pool", POOL, lambda subject, _: []),  # the one that answers.hits finds
+    Knob("pool", POOL, lambda subject, _: []),  # the one that answers.hits finds
 )  # fmt: skip
 
 
@@ -199,29 +199,27 @@ KINDS = (
 class Setting:
     """One change of a run's settings."""
 
-    kind: Kind
+    kind: Knob
     changes: dict[str, Any]  # configuration key -> value; they belong together
     subject: Subject  # the run with it
     cost: str  # what it costs, in words; empty: nothing
 
     @classmethod
-    def of(cls, kind: Kind, subject: Subject, value: Any) -> "Setting":
-        """The run with another value. Where blocks may run out, in the pool of the changed run or in the present one,
-        the size of the pool is changed with it: one that the user gave would stay otherwise."""
+    def of(cls, kind: Knob, subject: Subject, value: Any) -> "Setting":
+        """The change of a key to another value. Where blocks may run out, in the pool of the changed run or in the
+        present one, the pool's size is set too: one that the user gave would otherwise stay as it is."""
         changed, changes = subject.changed(kind.key, value), {kind.key: value}
         pools = (changed.limits, replace(changed.limits, num_blocks=subject.num_blocks))
         if kind.keeps_pool and any(map(subject.is_tight, pools)):
             changes[POOL] = changed.num_blocks
-        now = getattr(subject.limits, kind.key.partition(".")[2], None)
-        cost = kind.cost if kind.cost_of_more is None or value < now else kind.cost_of_more
+        cost = kind.cost
         if kind.key == POOL:
             more = value - subject.num_blocks
             num_bytes = more * subject.plan.block_bytes
-            cost = (
-                f"it takes {byte_text(num_bytes)} more memory"
-                if num_bytes
-                else f"it takes {plural(more, 'block')} more"
-            )
+            what = f"{byte_text(num_bytes)} more memory" if num_bytes else f"{plural(more, 'block')} more"
+            cost = f"it takes {what}"
+        elif kind.cost_of_more is not None and value >= getattr(subject.limits, kind.key.partition(".")[2]):
+            cost = kind.cost_of_more
         return cls(kind, changes, changed, cost)
 
     @property

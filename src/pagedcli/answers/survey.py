@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import hypot
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pagedcli.answers.time import time
+from pagedcli import planning
+from pagedcli.answers.time import Forecast, time
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.line_sample import About, LineSample
 from pagedcli.batch.lines import Line
@@ -29,16 +30,6 @@ from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.planning.step_time import load_step_time
 from pagedcli.simulation.requests import work_of
 from pagedcli.simulation.sources import PromptRequests
-
-if TYPE_CHECKING:
-    from pagedcli.answers.time import Forecast
-    from pagedcli.batch.line_sample import About, LineSample
-    from pagedcli.batch.lines import Line
-    from pagedcli.batch.requests import BatchRow
-    from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.core.limits import Limits
-    from pagedcli.models.spec import ModelSpec
-    from pagedcli.planning.decision import Decision
 
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
@@ -162,9 +153,9 @@ class FirstAnswer:
     """What a sample lets expect of a file."""
 
     scan: PromptScan  # of the sample
-    rows: "About"
-    prompt_tokens: "About"
-    run: "Forecast | None" = None  # its hit rate is a lower bound: more rows have more beginnings in common
+    rows: About
+    prompt_tokens: About
+    run: Forecast | None = None  # its hit rate is a lower bound: more rows have more beginnings in common
 
 
 def first_answer(
@@ -172,7 +163,7 @@ def first_answer(
     sample: LineSample,
     folder: Path,
     spec: ModelSpec | None,
-    decision: "Decision | None",
+    decision: "planning.decision.Decision | None",
     requests: PromptRequests,
 ) -> FirstAnswer | None:
     """What the sample lets expect. `requests` is empty, and receives those of the sample; `decision`: the engine, if a

@@ -5,9 +5,10 @@ that a server's events show, in the same words. A pure function of what `views.e
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pagedcli.events import MISS_WORDS
+from pagedcli.kvevents.fold import KVState
 from pagedcli.printable import capitalized, percent_text, plural
 from pagedcli.records import Share, computed
 from pagedcli.trace.seq_state import SeqState
@@ -16,8 +17,8 @@ from pagedcli.trace.tokens import Decode
 from pagedcli.views.block_life import BlockLife
 from pagedcli.views.explain import (
     LOSS_WORDS,
-    Divergence,
     Explainer,
+    FirstDifference,
     Lookup,
     Reason,
     SnapshotRow,
@@ -27,9 +28,6 @@ from pagedcli.views.explain import (
 )
 from pagedcli.views.rows import LookupRow, ShownRow
 from pagedcli.views.words import accepted_words, again_words, seq_name, when
-
-if TYPE_CHECKING:
-    from pagedcli.kvevents.fold import KVState
 
 _MOST_TOLD = 4  # lookups of a request that are told in sentences
 _MOST_NAMED = 3  # sequences that hold a block
@@ -291,7 +289,7 @@ def lookup_story(lookup: Lookup) -> str:
     )
 
 
-def divergence_text(split: Divergence, decode: Decode | None) -> str:
+def divergence_text(split: FirstDifference, decode: Decode | None) -> str:
     """`first divergence at token 3: earlier "... b c" vs prompt "... b d"`; token ids where they cannot be decoded."""
 
     def shown(token_ids: tuple[int, ...]) -> str:
@@ -337,7 +335,7 @@ def why_of_block(life: BlockLife, state: PoolState) -> str:
 # ---------------------------------------------------------------------- a server
 
 
-def why_of_server(state: "KVState") -> str:
+def why_of_server(state: KVState) -> str:
     """How much of what was stored had been evicted before, and what larger caches would have kept, if it was seen."""
     points, num_stored, alone, answers = state.curve(), state.total("num_stored"), state.num_alone["evicted"], ""
     if not num_stored:

@@ -17,7 +17,7 @@ from textual.events import Click
 from textual.geometry import Size
 from textual.message import Message
 
-from pagedcli.app.rows import Line, Painted, line_of
+from pagedcli.app.rows import Painted, SegmentLine, line_of
 from pagedcli.printable import id_ranges, plural
 from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState
@@ -125,6 +125,7 @@ class BlockMap(Painted):
         self.refresh()
 
     def as_text(self) -> str:
+        """The blocks that are shown, one a line, with cells separated by tabs."""
         if self._moment is None:
             return ""
         state = self._moment.state
@@ -184,7 +185,7 @@ class BlockMap(Painted):
         num_blocks = 0 if self._moment is None else self._moment.state.num_blocks
         return max(1, -(-num_blocks // max(1, width))) + _LINES_BELOW
 
-    def line(self, y: int, width: int) -> Line:
+    def line(self, y: int, width: int) -> SegmentLine:
         if self._moment is None:
             return []
         below = self.size.height - _LINES_BELOW
@@ -287,7 +288,7 @@ class BlockMap(Painted):
                 self.action_choose()
 
 
-def _runs(cells: list[Cell]) -> Line:
+def _runs(cells: list[Cell]) -> SegmentLine:
     """Equal neighbours as one segment."""
     return [
         Segment(glyph * len(list(same)), _STYLES[kind] + _MARKED if is_marked else _STYLES[kind])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,6 +17,7 @@ from textual.binding import BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Static
 
+from pagedcli import kvevents
 from pagedcli.answers.why import REASON_WORDS, why_of_server
 from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.commands import Command
@@ -24,14 +25,10 @@ from pagedcli.app.pages import LinePrompt, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Branch, Cause, Shapes, branch_label, hash_text, largest_branches, token_ids
+from pagedcli.kvevents.tree import Cause, Shapes, TreeBranch, branch_label, hash_text, largest_branches, token_ids
 from pagedcli.printable import one_line, plural, seconds_text
 from pagedcli.show.kv_tables import CacheRow, LoraRow, cache_rows, facts, limits, lora_rows
 from pagedcli.trace.tokens import Decode
-
-if TYPE_CHECKING:
-    from pagedcli.kvevents.scrape import Scraper
-
 
 _MOST_BRANCHES = 200
 _MOST_TREES = 4
@@ -49,7 +46,7 @@ class Snapshot:
     facts: dict[str, Any]
     caches: list[CacheRow]
     adapters: list[LoraRow]
-    branches: list[tuple[Branch, float]]  # branch and its share of the tokens of its tree
+    branches: list[tuple[TreeBranch, float]]  # branch and its share of the tokens of its tree
     verdict: str
     notes: list[str]
 
@@ -57,7 +54,7 @@ class Snapshot:
     def of(cls, state: KVState, seconds: float) -> "Snapshot":
         """The snapshot of a state, whose trees it walks."""
         trees = sorted(state.trees, key=lambda tree: -tree.num_resident)[:_MOST_TREES]
-        branches: list[tuple[Branch, float]] = []
+        branches: list[tuple[TreeBranch, float]] = []
         shapes = Shapes()
         for tree in trees:
             shape = shapes(tree)
@@ -210,7 +207,12 @@ class KVApp(PlayerApp):
  f             show only prefixes with some text"""
 
     def __init__(
-        self, player: Player[Snapshot], title: str, *, decode: Decode | None = None, scraper: "Scraper | None" = None
+        self,
+        player: Player[Snapshot],
+        title: str,
+        *,
+        decode: Decode | None = None,
+        scraper: "kvevents.Scraper | None" = None,
     ) -> None:
         super().__init__(player, title)
         self._decode = decode
@@ -219,7 +221,7 @@ class KVApp(PlayerApp):
         self._filter = ""
         self._searched = ""
         self._tree = Rows(id="tree", empty="no blocks")
-        self._shown: dict[int, Branch] = {}  # row -> its branch
+        self._shown: dict[int, TreeBranch] = {}  # row -> its branch
         self._labels: dict[int, str] = {}
         self._figures = Static(id="figures")
         self._verdict = Lines(id="verdict")
@@ -419,7 +421,7 @@ def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
     return table
 
 
-def _server(scraper: "Scraper") -> Text:
+def _server(scraper: "kvevents.Scraper") -> Text:
     """The server's own figures by window, or why there are none."""
     figures = list(scraper.metrics.figures())
     if scraper.problem is not None or not figures:
@@ -433,7 +435,7 @@ def _server(scraper: "Scraper") -> Text:
     return Text("\n".join(f"server, {window}: {', '.join(parts)}" for window, parts in lines.items()))
 
 
-def _branch_facts(branch: Branch, decode: Decode | None) -> Text:
+def _branch_facts(branch: TreeBranch, decode: Decode | None) -> Text:
     first = branch.nodes[0]
     before = "nothing: it begins a prompt" if first.parent is None else f"block {hash_text(first.parent)}"
     lines = [
@@ -450,7 +452,7 @@ def _branch_facts(branch: Branch, decode: Decode | None) -> Text:
     return Text("\n".join(lines))
 
 
-def _block_line(branch: Branch, place: int) -> tuple[str, str]:
+def _block_line(branch: TreeBranch, place: int) -> tuple[str, str]:
     node = branch.nodes[place]
     state = f"{node.num_copies} resident" if node.cause is None else node.cause
     return f"at {branch.depth + place:,}", f"block {hash_text(node.hash)}: {plural(node.num_tokens, 'token')}, {state}"

@@ -23,10 +23,10 @@ from textual.widget import Widget
 from pagedcli.app.colours import MUTED
 from pagedcli.printable import HARD_SPACE, with_hard_spaces
 
-Line = list[Segment]
+SegmentLine = list[Segment]
 
 
-def line_of(text: Text, width: int, console: Console, style: Style | None = None) -> Line:
+def line_of(text: Text, width: int, console: Console, style: Style | None = None) -> SegmentLine:
     """A text as a line, cut to a width. `style` is applied to all of the line, padding included."""
     if cell_len(text.plain) > width:
         text.truncate(width, overflow=text.overflow or "ellipsis")
@@ -45,12 +45,12 @@ class Painted(Widget):
 
     def __init__(self, *children: Widget, **options: Any) -> None:
         super().__init__(*children, **options)
-        self._painted: dict[int, Line] = {}
+        self._painted: dict[int, SegmentLine] = {}
         self._base = Style()  # the widget's style, looked up once per paint
         self._title = ""
 
     @abstractmethod
-    def line(self, y: int, width: int) -> Line:
+    def line(self, y: int, width: int) -> SegmentLine:
         """The line at y, in the styles of its parts."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Lines(Painted):
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return len(self._wrap(width))
 
-    def line(self, y: int, width: int) -> Line:
+    def line(self, y: int, width: int) -> SegmentLine:
         lines = self._wrap(width)
         return line_of(lines[y].copy(), width, self.app.console) if y < len(lines) else []
 
@@ -223,7 +223,7 @@ class Rows(ScrollView, Painted):
         heading = [] if self._heading is None else [self._heading(width).plain]
         return "".join(line.rstrip() + "\n" for line in [*heading, *(self._row(k, width).plain for k in self._keys)])
 
-    def line(self, y: int, width: int) -> Line:
+    def line(self, y: int, width: int) -> SegmentLine:
         console = self.app.console
         if y == 0 and self._heading is not None:
             return line_of(self._heading(width), width, console, _HEADING)

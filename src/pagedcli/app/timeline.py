@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.events import MouseDown, MouseMove, MouseScrollDown, MouseScrollUp, MouseUp
 from textual.message import Message
 
-from pagedcli.app.rows import Line, Painted
+from pagedcli.app.rows import Painted, SegmentLine
 from pagedcli.views.stats import StepSeries
 
 _USED, _CACHED = "green", "cyan"
@@ -131,7 +131,7 @@ class TimeLine(Painted):
     def on_resize(self) -> None:
         self._arrange()
 
-    def line(self, y: int, width: int) -> Line:
+    def line(self, y: int, width: int) -> SegmentLine:
         cells = [column[y] for column in self._columns if y < len(column)][:width]
         is_last = y == self.size.height - 1
         line = []

@@ -51,8 +51,8 @@ class LateTokens:
         if rows is None or len(rows) == cu_q[-1]:
             return None
         ends = cu_q[1:].astype(np.int64)
-        firsts = np.append(rows, ends[-1:])[np.searchsorted(rows, cu_q[:-1])]
-        counts = np.maximum(ends - firsts, 0)
+        firsts = np.append(rows, ends[-1:])[np.searchsorted(rows, cu_q[:-1])]  # beyond its end where it wants none
+        counts = np.maximum(ends - firsts, 0)  # late tokens of each sequence
         late_ends = counts.cumsum()
         tokens = np.arange(counts.sum()) + np.repeat(ends - late_ends, counts)
         cu_late = np.concatenate(([0], late_ends)).astype(np.int32)

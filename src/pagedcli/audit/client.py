@@ -5,16 +5,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
 from pagedcli.audit.answers import Answer, AnswerChoice, Pieces, parse_answer
+from pagedcli.later import httpx
 from pagedcli.printable import one_line, plural
 from pagedcli.remote import RefusedError, Remote, ServerError, checked_url
-
-if TYPE_CHECKING:
-    import httpx
 
 _RETRY_STATUS = (429, 503)
 _RETRY_AFTER_S = (0.5, 2.0)

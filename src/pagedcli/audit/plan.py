@@ -42,7 +42,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ComparedPair:
     """Two requests of a probe, by number, whose answers are compared."""
 
     cold: int
@@ -62,7 +62,7 @@ class Probe:
     check: str
     length: int  # tokens of the prompt in question
     steps: tuple[tuple[Ask, ...], ...]
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[ComparedPair, ...] = ()
 
     def asks(self) -> list[Ask]:
         return [ask for step in self.steps for ask in step]
@@ -149,7 +149,7 @@ class ProbePrompts:
 
 def _series(check: str, length: int, first: Ask, *others: Ask) -> Probe:
     """Requests one after the other, each answer compared with the first."""
-    pairs = tuple(Pair(0, number) for number in range(1, len(others) + 1))
+    pairs = tuple(ComparedPair(0, number) for number in range(1, len(others) + 1))
     return Probe(check, length, tuple((ask,) for ask in (first, *others)), pairs)
 
 
@@ -157,9 +157,9 @@ def _noise(prompts: ProbePrompts, length: int) -> Probe:
     """Past the cache, so that no fault of a cache passes for noise; if it cannot be bypassed, three times warm."""
     ask = Ask(prompts.new(length))
     if prompts.target.bypass is None:
-        return Probe("noise", length, ((ask,),) * 4, (Pair(1, 2), Pair(2, 3), Pair(1, 3)))
+        return Probe("noise", length, ((ask,),) * 4, (ComparedPair(1, 2), ComparedPair(2, 3), ComparedPair(1, 3)))
     cold = replace(ask, is_cold=True)
-    return Probe("noise", length, ((ask,), (cold,), (cold,)), (Pair(0, 1), Pair(1, 2)))
+    return Probe("noise", length, ((ask,), (cold,), (cold,)), (ComparedPair(0, 1), ComparedPair(1, 2)))
 
 
 def _repeat(prompts: ProbePrompts, length: int) -> Probe:
@@ -188,7 +188,7 @@ def _crowd(prompts: ProbePrompts, length: int) -> Probe:
     half = max(1, prompts.target.concurrency // 2)
     early, late = ([Ask(prompts.new(length)) for _ in range(half)] for _ in range(2))
     steps = (*((ask,) for ask in early), (*early, *late), *((ask,) for ask in late))
-    pairs = [Pair(start + i, start + half + i) for start in (0, 2 * half) for i in range(half)]
+    pairs = [ComparedPair(start + i, start + half + i) for start in (0, 2 * half) for i in range(half)]
     return Probe("crowd", length, steps, tuple(pairs))
 
 
@@ -197,9 +197,9 @@ def _twins(prompts: ProbePrompts, length: int) -> Probe:
     other = Ask(prompts.changed(words, length - 1))
     if target.bypass is None:
         control = Ask(prompts.changed(words, length - target.step // 2))
-        pairs = (Pair(0, 1, must_differ=True), Pair(0, 2, is_control=True))
+        pairs = (ComparedPair(0, 1, must_differ=True), ComparedPair(0, 2, is_control=True))
         return Probe("twins", length, ((Ask(words),), (other,), (control,)), pairs)
-    return Probe("twins", length, ((Ask(words),), (other,), (replace(other, is_cold=True),)), (Pair(2, 1),))
+    return Probe("twins", length, ((Ask(words),), (other,), (replace(other, is_cold=True),)), (ComparedPair(2, 1),))
 
 
 def _moved(prompts: ProbePrompts, length: int) -> Probe:
@@ -210,7 +210,7 @@ def _moved(prompts: ProbePrompts, length: int) -> Probe:
     after = Ask((*first, *block, *prompts.words(_FRESH)))
     if target.bypass is None:
         return Probe("moved", length, ((before,), (after,)))
-    return Probe("moved", length, ((before,), (after,), (replace(after, is_cold=True),)), (Pair(2, 1),))
+    return Probe("moved", length, ((before,), (after,), (replace(after, is_cold=True),)), (ComparedPair(2, 1),))
 
 
 def _salts(prompts: ProbePrompts, length: int) -> Probe:
@@ -248,7 +248,7 @@ def evict(prompts: ProbePrompts, length: int, num_tokens: int) -> Probe:
         asks = [Ask(prompts.new(long), max_new=1) for _ in range(count)]
         steps += [tuple(asks[start : start + target.concurrency]) for start in range(0, count, target.concurrency)]
         steps.append((victim,))
-        pairs.append(Pair(wave, place + count))
+        pairs.append(ComparedPair(wave, place + count))
         place += count + 1
     return Probe("evict", length, tuple(steps), tuple(pairs))
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from pagedcli.audit.audit import Audit, exit_code
 from pagedcli.audit.plan import CHECKS, Probe
 from pagedcli.audit.restart import RESTART_STEPS
-from pagedcli.audit.run import Outcome, Seen
+from pagedcli.audit.run import ProbeOutcome, Seen
 from pagedcli.audit.shrink import Case
 from pagedcli.audit.verdicts import Status, Verdict
 from pagedcli.printable import one_line, plural, seconds_text
@@ -80,7 +80,7 @@ class _PairRow:
     differs: bool | None
 
 
-def pair_table(outcomes: Sequence[Outcome], tolerance: float) -> Table:
+def pair_table(outcomes: Sequence[ProbeOutcome], tolerance: float) -> Table:
     """Every pair that was compared."""
     rows = [
         _PairRow(

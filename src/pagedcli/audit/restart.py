@@ -12,7 +12,7 @@ import msgspec
 
 from pagedcli.audit.answers import AnswerChoice
 from pagedcli.audit.compare import AnswerDifference, measure_noise
-from pagedcli.audit.plan import Ask, Pair, Probe, ProbePrompts, Target
+from pagedcli.audit.plan import Ask, ComparedPair, Probe, ProbePrompts, Target
 from pagedcli.audit.run import Runner
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole, whole_file
@@ -114,13 +114,13 @@ def planned_probes(prompts: ProbePrompts, memory: Memory | None, *, remembers: b
 
 
 def _remembered(ask: Ask) -> Probe:
-    return Probe("remember", len(ask.words), ((ask,), (ask,)), (Pair(0, 1),))
+    return Probe("remember", len(ask.words), ((ask,), (ask,)), (ComparedPair(0, 1),))
 
 
 def _recalled(ask: Ask, target: Target, num_extra: int) -> Probe:
     cold = replace(ask, is_cold=True)
     steps = [(ask,)] if target.bypass is None else [(ask,), (cold,), (cold,)]
-    pairs = (Pair(0, 1),) if target.bypass is None else (Pair(1, 0), Pair(1, 3))
+    pairs = (ComparedPair(0, 1),) if target.bypass is None else (ComparedPair(1, 0), ComparedPair(1, 3))
     return Probe(CHECK, len(ask.words) + num_extra, (*steps, (ask,)), pairs)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pagedcli.audit.answers import Answer
 from pagedcli.audit.client import Client
 from pagedcli.audit.compare import AnswerDifference, compare
-from pagedcli.audit.plan import Ask, Pair, Probe, Target, Words, shared_length
+from pagedcli.audit.plan import Ask, ComparedPair, Probe, Target, Words, shared_length
 from pagedcli.remote import ServerError
 
 NUM_TOP = 5  # alternatives per position
@@ -101,7 +101,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProbeOutcome:
     """A probe that was sent, and the differences of its pairs."""
 
     number: int
@@ -109,7 +109,7 @@ class Outcome:
     seen: tuple[Seen, ...]
     differences: tuple[AnswerDifference | None, ...]  # per pair; None if the two cannot be compared
 
-    def compared(self) -> list[tuple[Pair, AnswerDifference]]:
+    def compared(self) -> list[tuple[ComparedPair, AnswerDifference]]:
         """The pairs that could be compared."""
         pairs = zip(self.probe.pairs, self.differences, strict=True)
         return [(pair, found) for pair, found in pairs if found is not None]
@@ -131,7 +131,7 @@ class Runner:
         """Count a prompt as sent: an earlier audit has sent it."""
         self._sent.setdefault(ask.salt, []).append(ask.words)
 
-    async def run(self, probe: Probe) -> Outcome:
+    async def run(self, probe: Probe) -> ProbeOutcome:
         """Send a probe's requests. Raises: RefusedError, ServerError, LimitReached."""
         self._num_probes += 1
         seen: list[Seen] = []
@@ -144,7 +144,7 @@ class Runner:
             for ask, num_shared, answer, tail in zip(step, shared, answers, tails, strict=True):
                 seen.append(Seen(probe.check, ask, num_shared, len(step) == 1, answer, len(tail)))
         self.seen += seen
-        return Outcome(
+        return ProbeOutcome(
             self._num_probes, probe, tuple(seen), tuple(self._difference(seen, pair) for pair in probe.pairs)
         )
 
@@ -172,7 +172,7 @@ class Runner:
         others = [each.words for i, each in enumerate(step) if i != place and each.salt == ask.salt]
         return max(earlier, shared_length(ask.words, others)) + self.endpoint.num_extra
 
-    def _difference(self, seen: list[Seen], pair: Pair) -> AnswerDifference | None:
+    def _difference(self, seen: list[Seen], pair: ComparedPair) -> AnswerDifference | None:
         """The worst difference over the answers of a pair; None if the server saw other prompts than we think."""
         cold, warm = seen[pair.cold], seen[pair.warm]
         for each in (cold, warm):

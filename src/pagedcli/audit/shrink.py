@@ -12,7 +12,7 @@ import msgspec
 
 from pagedcli.audit.compare import Noise
 from pagedcli.audit.plan import CHECKS, Probe, ProbePrompts, Target
-from pagedcli.audit.run import Outcome, Runner
+from pagedcli.audit.run import ProbeOutcome, Runner
 from pagedcli.errors import UsageError
 from pagedcli.files import read_whole, whole_file
 
@@ -44,7 +44,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return CHECKS[self.check].build(prompts, self.length, *pressure)
 
 
-def fails(outcome: Outcome, noise: Noise, unit: int | None) -> bool:
+def fails(outcome: ProbeOutcome, noise: Noise, unit: int | None) -> bool:
     """Whether a probe shows a wrong answer, a wrong count of cached tokens, or a hit of another salt."""
     return (
         any(found.exceeds(noise.tolerance) for pair, found in outcome.compared() if pair.must_agree)
@@ -53,14 +53,14 @@ def fails(outcome: Outcome, noise: Noise, unit: int | None) -> bool:
     )
 
 
-def failing_length(outcome: Outcome, noise: Noise) -> int:
+def failing_length(outcome: ProbeOutcome, noise: Noise) -> int:
     """Tokens of the shortest prompt that fails in a failing probe: prompts of `evict` have several lengths."""
     warm = [outcome.seen[pair.warm] for pair, found in outcome.compared() if found.exceeds(noise.tolerance)]
     lengths = [each.num_prompt for each in warm if each.num_prompt is not None]
     return min(lengths, default=outcome.probe.length) if outcome.probe.check == "evict" else outcome.probe.length
 
 
-async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise, seed: int) -> Outcome:
+async def shrink(runner: Runner, target: Target, failing: ProbeOutcome, noise: Noise, seed: int) -> ProbeOutcome:
     """A failing probe with a shorter prompt, by bisection over the number of blocks with the same rest.
 
     Not of `evict`: its prompts have one or two blocks anyway, and each attempt would send all of the pressure again.
@@ -85,7 +85,7 @@ async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise,
     return shortest
 
 
-def make_case(found: Outcome, first: Outcome, target: Target, noise: Noise, runner: Runner) -> Case:
+def make_case(found: ProbeOutcome, first: ProbeOutcome, target: Target, noise: Noise, runner: Runner) -> Case:
     worst = max((difference for _, difference in found.compared()), default=None)
     evict_tokens = found.probe.num_tokens() if found.probe.check == "evict" else 0
     return Case(
@@ -96,7 +96,7 @@ def make_case(found: Outcome, first: Outcome, target: Target, noise: Noise, runn
     )  # fmt: skip
 
 
-def _requests(outcome: Outcome, runner: Runner) -> list[dict[str, Any]]:
+def _requests(outcome: ProbeOutcome, runner: Runner) -> list[dict[str, Any]]:
     """What was sent and received; of pressure only the sizes."""
     rows = []
     for each in outcome.seen:
@@ -136,9 +136,9 @@ def load_case(path: Path) -> Case:
     return case
 
 
-def failing_outcomes(outcomes: Sequence[Outcome], noise: Noise, unit: int | None) -> dict[str, Outcome]:
+def failing_outcomes(outcomes: Sequence[ProbeOutcome], noise: Noise, unit: int | None) -> dict[str, ProbeOutcome]:
     """Per check, the failing probe with the shortest prompt."""
-    found: dict[str, Outcome] = {}
+    found: dict[str, ProbeOutcome] = {}
     for outcome in sorted(outcomes, key=lambda each: each.probe.length):
         if fails(outcome, noise, unit):
             found.setdefault(outcome.probe.check, outcome)

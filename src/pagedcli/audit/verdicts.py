@@ -14,7 +14,7 @@ from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, AnswerDifference,
 from pagedcli.audit.plan import CHECKS, Target
 from pagedcli.audit.restart import CHECK as RESTART
 from pagedcli.audit.restart import Memory
-from pagedcli.audit.run import Outcome, Seen
+from pagedcli.audit.run import ProbeOutcome, Seen
 from pagedcli.audit.survey import Survey
 from pagedcli.printable import plural, seconds_text
 
@@ -53,11 +53,11 @@ class Evidence:
 
     survey: Survey
     checks: Sequence[str]  # checks that were asked for
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[ProbeOutcome] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)  # check -> why it was not finished
     cases: dict[str, str] = field(default_factory=dict)  # check -> words on its shortest failing pair
     memory: Memory | None = None  # answers of an earlier audit
-    recalled: list[Outcome] = field(default_factory=list)  # a probe for each of its prompts
+    recalled: list[ProbeOutcome] = field(default_factory=list)  # a probe for each of its prompts
 
     @property
     def target(self) -> Target:
@@ -67,7 +67,7 @@ class Evidence:
     def seen(self) -> list[Seen]:
         return self.survey.runner.seen
 
-    def of(self, check: str) -> list[Outcome]:
+    def of(self, check: str) -> list[ProbeOutcome]:
         return [outcome for outcome in self.outcomes if outcome.probe.check == check]
 
     def noise(self) -> Noise:
@@ -89,7 +89,7 @@ class Counted:
     """The pairs of a check whose answers must be equal."""
 
     known: tuple[AnswerDifference, ...]
-    different: tuple[tuple[Outcome, AnswerDifference], ...]
+    different: tuple[tuple[ProbeOutcome, AnswerDifference], ...]
     lengths: tuple[int, ...]  # tokens of the prompts of the different pairs
     num_hits: int  # pairs whose warm request was a hit, as the server says
 
@@ -100,7 +100,7 @@ class Counted:
         return bool(self.different) and not noise.is_too_large and (certain or few)
 
 
-def count_pairs(outcomes: Sequence[Outcome], noise: Noise) -> Counted:
+def count_pairs(outcomes: Sequence[ProbeOutcome], noise: Noise) -> Counted:
     known, different, lengths, num_hits = [], [], [], 0
     for outcome in outcomes:
         for pair, found in outcome.compared():
@@ -386,7 +386,7 @@ _LEAKS = {
 }
 
 
-def _claimed(evidence: Evidence, outcomes: Sequence[Outcome], times: str, saving: "Saving") -> Verdict:
+def _claimed(evidence: Evidence, outcomes: Sequence[ProbeOutcome], times: str, saving: "Saving") -> Verdict:
     """Whether the reported hits save time."""
     claims = median([outcome.seen[2].num_cached / outcome.probe.length for outcome in outcomes])
     claimed = f"{times}, though {100 * claims:.0f} % of the tokens are reported as cached"

@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from pagedcli import runner
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import BatchRow, RowPrompt
-from pagedcli.batch.rows import NOT_A_ROW, Row, RowWriter, Sample, why_not_a_row
+from pagedcli.batch.rows import NOT_A_ROW, RowWriter, Sample, WrittenRow, why_not_a_row
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.score_comparison import RowScores, first_difference
 from pagedcli.batch.sinks import StreamSink
@@ -30,9 +31,6 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
-
-if TYPE_CHECKING:
-    from pagedcli.runner.llm_engine import LLMEngine
 
 Kind = Literal[
     "missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs", "scores"
@@ -204,7 +202,7 @@ def read_rows(path: Path, *, answer: str = "text", by_order: bool = False) -> It
     try:
         with open_rows(path) as file:
             for number, line in enumerate(file, 1):
-                yield _read_row(Row.of(line, answer), number, answer, by_order)
+                yield _read_row(WrittenRow.of(line, answer), number, answer, by_order)
     except NOT_A_ROW as error:
         raise UsageError(
             f"line {number} of {path} is not a row of an output: {why_not_a_row(error)}",
@@ -214,7 +212,7 @@ def read_rows(path: Path, *, answer: str = "text", by_order: bool = False) -> It
         raise UsageError(f"cannot read {path} after line {number}: {error}") from error
 
 
-def _read_row(row: Row, number: int, answer: str, by_order: bool) -> ComparedRow:
+def _read_row(row: WrittenRow, number: int, answer: str, by_order: bool) -> ComparedRow:
     key: Hashable = ("id", row.id)
     label = f"id {row.id!r}"
     if by_order or row.id is None:
@@ -313,14 +311,14 @@ class RowSample:
 
 
 def run_again(
-    engine: "LLMEngine", tokenizer: Tokenizer, rows: RowWriter, options: BatchOptions, sample: RowSample
+    engine: "runner.LLMEngine", tokenizer: Tokenizer, rows: RowWriter, options: BatchOptions, sample: RowSample
 ) -> list[RowDifference]:
     """Generate the rows of a sample again, one after the other. Returns the first difference of each that has one."""
     with_tokens = replace(rows, columns=Columns(token_ids=True))
 
     def compared(row: BatchRow, answers: list[RowPrompt]) -> ComparedRow:
         plain = msgspec.structs.replace(row, id=None, shape="plain", kept={})
-        return _read_row(Row.of(with_tokens.encode_success(plain, answers)), 1, "text", by_order=False)
+        return _read_row(WrittenRow.of(with_tokens.encode_success(plain, answers)), 1, "text", by_order=False)
 
     differences = []
     for row, answers in sample.rows:

@@ -16,7 +16,7 @@ import msgspec
 from pagedcli.batch.columns import INVALID_ROW, METRICS, Columns
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
-from pagedcli.batch.rows import Row, Rows, marked_of
+from pagedcli.batch.rows import NumberedRows, WrittenRow, marked_of
 from pagedcli.batch.sinks import write_lines
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
@@ -174,25 +174,25 @@ class CsvLines:
     columns: Columns
     marked: frozenset[str] | None = None  # columns about reasoning and calls; None: those that the rows have
 
-    def write(self, file: BinaryIO, rows: Rows) -> str:
+    def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         """See sinks.RowFormat."""
         return write_lines(file, self._lines(rows))
 
-    def _lines(self, rows: Rows) -> Iterator[bytes]:
+    def _lines(self, rows: NumberedRows) -> Iterator[bytes]:
         """The header and the lines, with line ends."""
         text = io.StringIO()
         header = self._header(rows)
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(header)
         for index, content in rows():
-            row = Row.of(content, self.columns.answer, index)
+            row = WrittenRow.of(content, self.columns.answer, index)
             writer.writerows([csv_cell(cells.get(name)) for name in header] for cells in self._cells(row))
             yield text.getvalue().encode()
             text.seek(0)
             text.truncate()
         yield text.getvalue().encode()  # the header of a table without rows
 
-    def _header(self, rows: Rows) -> list[str]:
+    def _header(self, rows: NumberedRows) -> list[str]:
         """`sample` is 0 to n - 1, and empty for an error."""
         kept = list(self.columns.keep)
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
@@ -204,7 +204,7 @@ class CsvLines:
         lists = ["logprobs", "prompt_logprobs", "token_ids"]
         return ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *sorted(marked)]
 
-    def _cells(self, row: Row) -> list[dict[str, Any]]:
+    def _cells(self, row: WrittenRow) -> list[dict[str, Any]]:
         """Values by column, for each sample."""
         cells = row.fields | {"index": row.index, "id": row.id}
         if row.error is not None:

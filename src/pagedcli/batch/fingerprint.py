@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from pagedcli import __version__
+from pagedcli import __version__, planning
 from pagedcli.batch.lines import InputScan
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config, EngineConfig
@@ -90,11 +90,8 @@ def kernel_fingerprint(engine: EngineConfig) -> dict[str, str]:
 
     Raises: ConfigError if there is no such device.
     """
-    with nothing_to_collect():  # they import torch
-        from pagedcli.planning.decide import resolve_device
-        from pagedcli.planning.machine import this_machine
-
-    device = resolve_device(engine.device, this_machine())
+    with nothing_to_collect():  # torch is imported
+        device = planning.decide.resolve_device(engine.device, planning.machine.this_machine())
     kernels = "torch" if device.type == "cpu" else device.type
     if device.type == "cpu" and engine.attention_backend in ("auto", "cpu"):
         with contextlib.suppress(BackendError):

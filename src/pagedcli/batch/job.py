@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
+from pagedcli import runner
 from pagedcli.batch.columns import Columns, kind_of
 from pagedcli.batch.compare import RowDifference, RowSample, run_again
 from pagedcli.batch.delimited import CsvLines
@@ -37,9 +38,6 @@ from pagedcli.errors import UsageError
 from pagedcli.files import METRICS, SUMMARY, TRACE, check_distinct, check_new, is_stream
 from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
-
-if TYPE_CHECKING:
-    from pagedcli.runner.llm_engine import LLMEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ class OpenJob:
 
     def start(
         self,
-        engine: "LLMEngine",
+        engine: "runner.LLMEngine",
         sink: Sink,
         *,
         observe: Callable[[BatchStats], None],
@@ -225,7 +223,7 @@ class OpenJob:
             stop_requested=stop_requested,
         )
 
-    def verify(self, engine: "LLMEngine") -> list[RowDifference]:
+    def verify(self, engine: "runner.LLMEngine") -> list[RowDifference]:
         """Generate some rows again, each alone. Returns the differences."""
         return run_again(engine, *self._writer(0), self._options, self.sample)
 

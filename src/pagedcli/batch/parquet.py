@@ -17,7 +17,7 @@ from pagedcli.batch.columns import DISK, METRICS, SCORES, Columns
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
-from pagedcli.batch.rows import Row, Rows, marked_of
+from pagedcli.batch.rows import NumberedRows, WrittenRow, marked_of
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.later import parquet as pq
 from pagedcli.later import pyarrow as pa
@@ -166,7 +166,7 @@ class ParquetRows:
                     hint="rename it, choose the columns to keep with --keep, or write JSONL",
                 )
 
-    def write(self, file: BinaryIO, rows: Rows) -> str:
+    def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         """Write `rows()` for the first rows of `carried` and in its order; see sinks.RowFormat."""
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
         if self.carried is None:
@@ -184,7 +184,7 @@ class ParquetRows:
         file.seek(0)
         return digest_of(file)
 
-    def _own_groups(self, rows: Rows, marked: frozenset[str]) -> Iterator[_Group]:
+    def _own_groups(self, rows: NumberedRows, marked: frozenset[str]) -> Iterator[_Group]:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         own = [("index", pa.int64()), ("id", pa.string())]
         kept = _kept_schema((row for _, row in rows()), self.columns, marked)
@@ -196,7 +196,7 @@ class ParquetRows:
 
     def _cells(self, rows: Iterable[tuple[int, bytes]]) -> list[dict[str, Any]]:
         answer = self.columns.answer
-        return [cells_of(Row.of(row, answer, index), answer) for index, row in rows]
+        return [cells_of(WrittenRow.of(row, answer, index), answer) for index, row in rows]
 
     def _carried_groups(
         self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]
@@ -290,7 +290,7 @@ def _as_text(value: Any, type_: Any) -> Any:
     return msgspec.json.encode(value).decode()
 
 
-def cells_of(row: Row, answer: str = "text") -> dict[str, Any]:
+def cells_of(row: WrittenRow, answer: str = "text") -> dict[str, Any]:
     """The cells of a row by column. The completions endpoint's logprobs differ in form and are left out."""
     samples = []
     for sample in row.samples:

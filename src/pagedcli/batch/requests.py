@@ -73,10 +73,10 @@ def _invalid(message: str) -> RequestError:
     return RequestError("invalid_messages", message)
 
 
-Shape = Literal["plain", "chat.completion", "text_completion"]
+RowShape = Literal["plain", "chat.completion", "text_completion"]
 
 _MAX_PROMPTS = 10_000  # limit per line
-_SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
+_SHAPES: dict[str, RowShape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 _ALIASES = {
     "max_completion_tokens": "max_tokens",
@@ -87,37 +87,17 @@ _ALIASES = {
 _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
 _BEAM_FIELDS = ("use_beam_search", "best_of")  # names of older vLLM; best_of, or else n, is the number of beams
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message")  # true or false, in the body as vLLM has them
-_REQUEST_FIELDS = frozenset(
-    (
-        *_CHAT_FIELDS,
-        "prompt",
-        "messages",
-        "tools",
-        "cache_salt",
-        "chat_template_kwargs",
-        "top_logprobs",
-        *_BEAM_FIELDS,
-        *SCORE_FIELDS,
-    )
-)
+_REQUEST_FIELDS = frozenset(("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs"))
+_REQUEST_FIELDS |= {*_CHAT_FIELDS, *_BEAM_FIELDS, *SCORE_FIELDS}
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
 _TEMPLATE_SETTINGS = frozenset(
-    (
-        *(
-            "conversation",
-            "conversations",
-            "chat_template",
-            "tokenize",
-            "sanitize_control_tokens",
-            "padding",
-            "truncation",
-        ),
-        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-        "continue_final_message",
-    )
-)
+    ("conversation", "conversations", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation")
+) | {
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    "continue_final_message",
+}
 # about accounting, not about the answer
 _HARMLESS_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")
@@ -195,7 +175,7 @@ class BatchRow(msgspec.Struct, eq=False):
 
     line: Line
     id: str | int | None = None
-    shape: Shape = "plain"
+    shape: RowShape = "plain"
     kept: dict[str, Any] = {}  # columns of the line
     prompts: list[RowPrompt] = []  # mostly one; none: invalid, or done by an earlier run
     cache_salt: str | None = None
@@ -256,7 +236,7 @@ class RequestParser:
         self._known: dict[bytes, SamplingParams] = {}  # parameters as JSON -> themselves, checked
         self._strict = strict
 
-    def parse(self, document: dict[str, Any], shape: Shape) -> BatchRequest:
+    def parse(self, document: dict[str, Any], shape: RowShape) -> BatchRequest:
         """Raises: RequestError with a code of this module."""
         body = document
         if shape != "plain":
@@ -297,7 +277,7 @@ class RequestParser:
             scoring=scoring,
         )
 
-    def _check_envelope(self, document: dict[str, Any], shape: Shape) -> None:
+    def _check_envelope(self, document: dict[str, Any], shape: RowShape) -> None:
         if document.get("method", "POST") != "POST":
             raise RequestError("invalid_request", f"method is {document['method']!r}, only 'POST' is known")
         if not isinstance(document.get("body"), dict):
@@ -325,7 +305,7 @@ class RequestParser:
             if len(self.ignored) < 1000 or name in self.ignored:
                 self.ignored[name] += 1
 
-    def _sampling_params(self, body: dict[str, Any], shape: Shape) -> SamplingParams:
+    def _sampling_params(self, body: dict[str, Any], shape: RowShape) -> SamplingParams:
         if _PARAM_FIELDS.isdisjoint(body):
             return self._defaults
         given = {name: value for name, value in body.items() if name in _SAMPLING_FIELDS}
@@ -486,7 +466,7 @@ def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
     return prompts if several else [prompts]
 
 
-def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:
+def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: RowShape) -> Any:
     """vLLM's single number from OpenAI's two fields (chat) or one (completions); the type is checked later."""
     if logprobs is True and shape != "text_completion":
         return 0 if top_logprobs is None else top_logprobs

@@ -283,7 +283,7 @@ def _json_logprob(logprob: float) -> float:
 
 # ---------------------------------------------------------------------- reading rows
 
-Rows = Callable[[], Iterable[tuple[int, bytes]]]  # each row's index and JSON, also a second time
+NumberedRows = Callable[[], Iterable[tuple[int, bytes]]]  # each row's index and JSON, also a second time
 # what Row.of raises for something else than a row
 NOT_A_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError)
 
@@ -326,7 +326,7 @@ class Sample(msgspec.Struct, frozen=True):
         return {name: value for name, value in cells.items() if value is not None}
 
 
-class Row(msgspec.Struct, frozen=True):
+class WrittenRow(msgspec.Struct, frozen=True):
     """A row, plain or in OpenAI's form."""
 
     fields: dict[str, Any]  # all fields of the row, copied columns included
@@ -338,7 +338,7 @@ class Row(msgspec.Struct, frozen=True):
     samples: list[Sample]  # none in an error row
 
     @classmethod
-    def of(cls, content: bytes, answer: str = "text", index: int | None = None) -> "Row":
+    def of(cls, content: bytes, answer: str = "text", index: int | None = None) -> "WrittenRow":
         """`answer`: the field of plain rows with the text; `index`: that of the row, if known. Raises: one of
         NOT_A_ROW."""
         fields = msgspec.json.decode(content, type=dict[str, Any])
@@ -369,7 +369,7 @@ class RowStatus(msgspec.Struct, frozen=True, gc=False):
         return self.custom_id if self.custom_id is not None else self.id
 
 
-def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
+def marked_of(rows: NumberedRows, columns: Columns) -> frozenset[str]:
     """The columns about reasoning, tool calls, scores and a prefix store that some row has; tables of other runs have
     none of them."""
     found: set[str] = set()
@@ -378,7 +378,7 @@ def marked_of(rows: Rows, columns: Columns) -> frozenset[str]:
             found |= DISK
         if not any(mark in row for mark in _MARKED):
             continue
-        each = Row.of(row, columns.answer)
+        each = WrittenRow.of(row, columns.answer)
         if each.usage and "completion_tokens_details" in each.usage:
             found.add("reasoning_tokens")
             found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
+from pagedcli import runner
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.lines import InputDigest, InputScan, Line, LineSource, as_they_come
 from pagedcli.batch.prompts import BatchOptions, Prompts
@@ -25,10 +26,6 @@ from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.errors import RequestError
 from pagedcli.process import old_objects_left_alone
-
-if TYPE_CHECKING:
-    from pagedcli.runner.llm_engine import LLMEngine
-
 
 Waiting = TypeVar("Waiting")
 
@@ -128,7 +125,7 @@ class BatchRun:
 
     def __init__(
         self,
-        engine: "LLMEngine",
+        engine: "runner.LLMEngine",
         tokenizer: Tokenizer,
         lines: Iterable[Line | None],
         sink: Sink,

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol, cast
+from typing import BinaryIO, Protocol, cast
 
 import xxhash
 
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN
 from pagedcli.batch.journal import RECORD_VERSION, Journal, RunRecord, write_record
 from pagedcli.batch.lines import InputScan
-from pagedcli.batch.rows import Rows
+from pagedcli.batch.rows import NumberedRows
+from pagedcli.config import Order
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
 from pagedcli.printable import plural
 
-Order = Literal["input", "completion"]
 _MAX_HELD_ROWS = 10_000  # finished rows waiting in memory for an earlier one
 
 
@@ -96,14 +96,14 @@ class StreamSink(Sink):
 class RowFormat(Protocol):
     """Writes all rows of a run into a file."""
 
-    def write(self, file: BinaryIO, rows: Rows) -> str:
+    def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         """Returns the digest of what was written: its xxh3-128, in hex. Raises: OSError."""
 
 
 class JsonLines:
     """Rows as they are."""
 
-    def write(self, file: BinaryIO, rows: Rows) -> str:
+    def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         return write_lines(file, (row + b"\n" for _, row in rows()))
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from pagedcli import runner
 from pagedcli.batch.columns import DISK
 from pagedcli.batch.lines import InputScan, Line
 from pagedcli.batch.prompts import BatchOptions
@@ -18,7 +19,6 @@ from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
 from pagedcli.errors import PagedcliError
-from pagedcli.runner.llm_engine import LLMEngine
 
 _IDLE_WAIT_S = 0.05  # how soon an idle engine sees a new row or the end
 
@@ -47,7 +47,7 @@ class RowStream(Sink):
         *,
         chat_template: str | None = None,
     ) -> None:
-        self.engine = LLMEngine(config, with_store=True)
+        self.engine = runner.LLMEngine(config, with_store=True)
         tokenizer = Tokenizer(
             self.engine.model_path, chat_template=chat_template, trust_remote_code=config.trust_remote_code
         )

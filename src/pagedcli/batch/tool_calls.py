@@ -50,7 +50,7 @@ class ToolCall:
         return call if self.error is None else call | {"error": self.error}
 
 
-Found = tuple[list[Span], list[ToolCall]]  # spans outside the calls, and the calls in their order
+Calls = tuple[list[Span], list[ToolCall]]  # spans outside the calls, and the calls in their order
 Read = Callable[["Tokenizer", Ids[int], Tools], list[ToolCall]]  # raises ValueError for tokens without calls
 
 
@@ -77,7 +77,7 @@ class MarkedCalls:
     length: Callable[[str], int]  # characters of the call that a text begins with, which may hold marks; 0: no call
     may_be_unmarked: bool  # whether an answer that is nothing but calls of known tools needs no mark
 
-    def find(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[Span], tools: Tools) -> Found:
+    def find(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[Span], tools: Tools) -> Calls:
         """The calls in these spans of an output."""
         if self.may_be_unmarked and len(spans) == 1 and (calls := self._unmarked(output_token_ids, spans[0], tools)):
             return [], calls
@@ -127,7 +127,7 @@ class ChannelCalls:
     channels: Channels
     start: ClassVar[None] = None  # no token of its own begins a call
 
-    def find(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[Span], tools: Tools) -> Found:
+    def find(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[Span], tools: Tools) -> Calls:
         """See MarkedCalls."""
         calls: list[ToolCall] = []
         called: set[int] = set()  # ends of the messages

@@ -14,6 +14,7 @@ from statistics import mean, median
 
 import msgspec
 
+from pagedcli import planning, runner
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions, open_tokenizer
 from pagedcli.batch.rows import RowWriter
@@ -25,7 +26,6 @@ from pagedcli.config import Config, EngineConfig
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import PagedcliError
 from pagedcli.models.hub import model_folder, weight_files
-from pagedcli.planning.decision import Decision
 from pagedcli.planning.step_time import (
     StepTime,
     StepWork,
@@ -36,7 +36,6 @@ from pagedcli.planning.step_time import (
     why_not_kept,
 )
 from pagedcli.printable import percent_text, plural
-from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 BUDGET_S = 10.0
@@ -57,7 +56,7 @@ _FEWER = 8  # times fewer sequences with long contexts
 _SHARE_OF_KNOTS = 0.6  # share of the budget for steps without much attention
 
 
-def calibration_config(decision: Decision) -> EngineConfig:
+def calibration_config(decision: "planning.decision.Decision") -> EngineConfig:
     """The configuration with a pool for the measured steps, whatever pool was asked for, and without guesses, which
     would change what steps compute."""
     limits = decision.plan.limits
@@ -72,7 +71,7 @@ def calibration_config(decision: Decision) -> EngineConfig:
 
 
 def step_time_here(
-    decision: Decision,
+    decision: "planning.decision.Decision",
     *,
     may_calibrate: bool,
     say: Callable[[str], None] = lambda text: None,
@@ -95,7 +94,7 @@ def step_time_here(
     say(f"calibrating: loads {config.model} and times steps for up to {BUDGET_S:.0f} s; {often}")
     watch = BusyWatch()
     try:
-        with LLMEngine(calibration_config(decision)) as engine:
+        with runner.LLMEngine(calibration_config(decision)) as engine:
             found = calibrate(engine, open_tokenizer(Config(engine=config), folder), on_progress=on_progress)
     except PagedcliError as error:
         return None, f"no calibration: {error.message}"
@@ -107,7 +106,7 @@ def step_time_here(
 
 
 def calibrate(
-    engine: LLMEngine,
+    engine: "runner.LLMEngine",
     tokenizer: Tokenizer | None = None,
     *,
     budget_s: float | None = None,
@@ -146,7 +145,7 @@ class _Prompts:
 
 @dataclass(slots=True)
 class _Measurement:
-    engine: LLMEngine
+    engine: "runner.LLMEngine"
     budget_s: float
     on_progress: Callable[[float], None]
     steps: dict[Kind, list[tuple[StepWork, float]]] = field(default_factory=dict)
@@ -258,7 +257,7 @@ class _Measurement:
         self.on_progress(min(1.0, self._used))
 
 
-def timed_steps(engine: LLMEngine) -> Iterator[tuple[StepWork, float]]:
+def timed_steps(engine: "runner.LLMEngine") -> Iterator[tuple[StepWork, float]]:
     """Run an engine until it is idle: the work and the seconds of each step, as the engine counts them."""
     layers, works, observed_ns = attended_layers(engine.plan.limits.groups), list[StepWork](), 0
 
@@ -291,7 +290,7 @@ def _doublings(first: int, last: int) -> list[int]:
 # ---------------------------------------------------------------------- outside of steps
 
 
-def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) -> StepTime:
+def _with_host_time(engine: "runner.LLMEngine", tokenizer: Tokenizer, found: StepTime) -> StepTime:
     """Measure what rows take next to the steps, by small batch runs of short and of long texts without the time of
     their steps."""
     num_tokens = len(tokenizer.encode(_ROW_TEXT))
@@ -309,7 +308,7 @@ def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) ->
     return replace(found, prompt_token_s=token_s, row_s=max(0.0, few_s - num_tokens * token_s))
 
 
-def _outside_of_steps(engine: LLMEngine, tokenizer: Tokenizer, text: str) -> float:
+def _outside_of_steps(engine: "runner.LLMEngine", tokenizer: Tokenizer, text: str) -> float:
     """Seconds of a row in a batch run, without those of its steps."""
     rows = (json.dumps({"prompt": f"{index} {text}"}).encode() for index in range(_NUM_ROWS))
     lines = [Line(index, index + 1, row, index) for index, row in enumerate(rows)]

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
+from pagedcli import layers, native
 from pagedcli.errors import BackendError
-from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.native import load_library, paths
+from pagedcli.later import torch
+from pagedcli.native import paths
 from pagedcli.native.system import empty_in_huge_pages
 from pagedcli.planning.cards import Roofline
 
@@ -48,19 +47,19 @@ class MachineRates:
         return Roofline(self.read_bytes_per_s, max(self.flop_per_s, self.gemm_flop_per_s))
 
 
-def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
+def measure_rates(dtype: "torch.dtype", *, int8: bool = False) -> MachineRates:
     """Measure for the compute dtype, or for int8 multiply-adds. Takes about a second."""
     threads = torch.get_num_threads()
     data = empty_in_huge_pages(READ_BYTES // 4, torch.float32).fill_(1)
     x, weight = (torch.randn(n, GEMM_IN).to(dtype) for n in (GEMM_TOKENS, GEMM_OUT))
     gemm_flops = 2 * GEMM_TOKENS * GEMM_OUT * GEMM_IN
     try:
-        library = load_library()
+        library = native.load_library()
     except BackendError:
         gemm = gemm_flops / best_seconds(lambda: torch.nn.functional.linear(x, weight))
         return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm, "torch", "torch")
     read = library.functions.native_read_all
-    linear = NativeLinear(library, weight, quantization="int8" if int8 else None)
+    linear = layers.native_linear.NativeLinear(library, weight, quantization="int8" if int8 else None)
     path, candidates = _paths(library.functions, dtype, int8=int8)
     fastest = paths.measure_peaks(library.functions, candidates, threads)[0]
     return MachineRates(
@@ -73,7 +72,7 @@ def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
     )
 
 
-def _paths(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> tuple[paths.Path, tuple[paths.Path, ...]]:
+def _paths(functions: ctypes.CDLL, dtype: "torch.dtype", *, int8: bool) -> tuple[paths.Path, tuple[paths.Path, ...]]:
     """The path that the kernels use, and all paths that support the dtype."""
     if int8:
         return paths.int8_path(functions), paths.INT8_PATHS

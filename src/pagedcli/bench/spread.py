@@ -92,7 +92,7 @@ FIGURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class EarlierRow:
     """The part of an earlier measurement's row that is compared."""
 
     workload: str
@@ -114,11 +114,11 @@ class Passes(Protocol):
 _OF_FIGURE = Means("", "that of the figure, in its name")
 
 
-def read_earlier(path: Path) -> list[Earlier]:
+def read_earlier(path: Path) -> list[EarlierRow]:
     """The rows of an earlier measurement, printed with --format json. Raises: UsageError if the file has none."""
     try:
         document = msgspec.json.decode(read_whole(path, 2**24), type=dict[str, Any])
-        return msgspec.convert(document["throughput"], list[Earlier])
+        return msgspec.convert(document["throughput"], list[EarlierRow])
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (*NOT_JSON, KeyError) as error:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from pagedcli import runner
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import BenchWorkload, within, workload_floor
@@ -22,7 +23,6 @@ from pagedcli.core.plan import Plan
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.printable import plural
 from pagedcli.records import Share, count
-from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
@@ -52,7 +52,7 @@ class Throughput:
     busy: list[Busy | None]  # other work during each run; None where the system does not say
     load_s: float
     warm_up_s: float
-    engine: LLMEngine  # closed
+    engine: "runner.LLMEngine"  # closed
 
     @property
     def median(self) -> Run:
@@ -91,7 +91,7 @@ def run_workload(
     but the first begins that would end later than `most_s` after the call, if the slowest one so far is a measure.
     """
     called = time.perf_counter()
-    with LLMEngine(config) as engine:
+    with runner.LLMEngine(config) as engine:
         loaded = time.perf_counter()
         first = workloads[0]
         other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
@@ -125,7 +125,7 @@ def run_workload(
 
 
 def measure(
-    engine: LLMEngine,
+    engine: "runner.LLMEngine",
     prompts: list[list[int]],
     output_lens: list[int],
     *,
@@ -151,7 +151,7 @@ def measure(
 
 
 def generate(
-    engine: LLMEngine,
+    engine: "runner.LLMEngine",
     prompts: list[list[int]],
     output_lens: list[int],
     *,
@@ -292,7 +292,7 @@ class CacheEffectRow:
     last_tpot_ms: Annotated[float, "last token ms"]
 
 
-def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[CacheEffectRow], bool]:
+def compare_cache(engine: "runner.LLMEngine", prompt: list[int], num_tokens: int) -> tuple[list[CacheEffectRow], bool]:
     """Two rows, with and without the cache, and whether both gave the same tokens. Prefix caching must be off.
 
     Units: num_tokens to generate, at least 2.

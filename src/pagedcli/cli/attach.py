@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from pagedcli import app, kvevents
 from pagedcli.cli.options import FormatOption, option
 from pagedcli.cli.recording import kv_decoder, print_capture
 from pagedcli.errors import UsageError
@@ -22,10 +23,6 @@ from pagedcli.show.kv_tables import metrics_table, print_summary, summary
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.tokens import Decode
-
-if TYPE_CHECKING:
-    from pagedcli.app.kv_app import AttachPlayer
-    from pagedcli.kvevents.scrape import Scraper
 
 _WAIT_S = 0.1
 _LINE_S = 10.0
@@ -82,7 +79,7 @@ def attach(
     check_files({}, {"--record": record}, overwrite=overwrite, kinds={"--record": KV_RECORDING})
     with interrupts_raised(), ExitStack() as stack:
         subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
-        scraper = None if metrics is None else _scraper(stack, metrics)
+        scraper = None if metrics is None else stack.enter_context(kvevents.Scraper(metrics))
         writer = None
         if record is not None:
             writer = stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
@@ -96,13 +93,7 @@ def attach(
         say(f"recording: {record}; view it with: pagedcli trace {record}")
 
 
-def _scraper(stack: ExitStack, url: str) -> "Scraper":
-    from pagedcli.kvevents.scrape import Scraper
-
-    return stack.enter_context(Scraper(url))
-
-
-def _summarize(state: KVState, scraper: "Scraper | None", decode: Decode | None, format_: Format) -> None:
+def _summarize(state: KVState, scraper: "kvevents.Scraper | None", decode: Decode | None, format_: Format) -> None:
     gc.freeze()  # the collector would walk over all blocks several times while the tables are made
     answer, tables = summary(state, decode)
     if scraper is not None:
@@ -117,11 +108,16 @@ class _Session:
     """State, application and recording of one call of the command."""
 
     def __init__(
-        self, subscriber: Subscriber, writer: CaptureWriter | None, scraper: "Scraper | None", *, keep_tokens: bool
+        self,
+        subscriber: Subscriber,
+        writer: CaptureWriter | None,
+        scraper: "kvevents.Scraper | None",
+        *,
+        keep_tokens: bool,
     ) -> None:
         fetch = self._fetch if subscriber.can_replay else None
         self.state = KVState(subscriber.endpoints, keep_tokens=keep_tokens, fetch=fetch)
-        self.player: AttachPlayer | None = None
+        self.player: app.kv_app.AttachPlayer | None = None
         self._start = time.monotonic()
         self._next_line = self._start + _LINE_S
         self._said_lost: set[int] = set()  # sources of which a lost connection was printed
@@ -131,13 +127,10 @@ class _Session:
 
     def watch(self, duration: float | None, idle: float | None, decode: Decode | None) -> None:
         """Process messages while the application shows the state."""
-        from pagedcli.app.base import watch
-        from pagedcli.app.kv_app import AttachPlayer, KVApp
-
-        self.player = AttachPlayer()
+        self.player = app.kv_app.AttachPlayer()
         title = f"pagedcli attach {' '.join(self._subscriber.endpoints)}"
-        app = KVApp(self.player, title, decode=decode, scraper=self._scraper)
-        watch(app, self.player, lambda: self.follow(duration, idle))
+        window = app.kv_app.KVApp(self.player, title, decode=decode, scraper=self._scraper)
+        app.base.watch(window, self.player, lambda: self.follow(duration, idle))
 
     def follow_until_stopped(self, duration: float | None, idle: float | None) -> None:
         """Process messages as `follow` does, also until Ctrl-C."""

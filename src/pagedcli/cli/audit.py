@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
-from pagedcli.audit.audit import EXIT_FAULT, Audit, Options, exit_code, run_to_end, send_again
+from pagedcli.audit.audit import ASSUMED_UNIT, EXIT_FAULT, Audit, Options, exit_code, planned, run_to_end, send_again
 from pagedcli.audit.client import Budget, Client
 from pagedcli.audit.plan import CHECKS
 from pagedcli.audit.report import (
@@ -19,6 +19,7 @@ from pagedcli.audit.report import (
     plan_table,
     replay_table,
     summary,
+    tables,
 )
 from pagedcli.audit.restart import load_memory, save_memory
 from pagedcli.audit.self_test import FaultTrial, trials
@@ -30,10 +31,6 @@ from pagedcli.printable import one_line, plural
 from pagedcli.process import EXIT_INTERRUPTED
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
-
-if TYPE_CHECKING:
-    from pagedcli.audit.audit import Audit
-    from pagedcli.audit.client import Client
 
 _limits, _connection, _output = (partial(option, panel=panel) for panel in ("Limits", "Connection", "Output"))
 _URL_HELP = "Address before /completions: http://localhost:8000/v1."
@@ -162,7 +159,7 @@ def _check_alone(options: AuditOptions) -> None:
         raise UsageError(f"{useless[0]} has no effect with {kind}", hint="use one of them")
 
 
-def _replay(path: Path, client: "Client", options: AuditOptions) -> int:
+def _replay(path: Path, client: Client, options: AuditOptions) -> int:
 
     case = load_case(path)
     found = send_again(client, case, model=options.model, concurrency=options.concurrency)
@@ -184,9 +181,7 @@ def _self_test(format_: Format) -> int:
     return 1 if num_wrong else 0
 
 
-def _run(run: "Audit", options: AuditOptions) -> int:
-    from pagedcli.audit.report import tables
-
+def _run(run: Audit, options: AuditOptions) -> int:
     line = ProgressLine(line_every_s=10)
     run.progress = lambda text: line.show(
         lambda s: f"{s:,.0f} s, {plural(run.client.budget.num_requests, 'request')}: {text}"
@@ -209,9 +204,6 @@ def _run(run: "Audit", options: AuditOptions) -> int:
 
 
 def _print_plan(options: AuditOptions, url: str, checks: tuple[str, ...]) -> None:
-    from pagedcli.audit.audit import ASSUMED_UNIT, planned
-    from pagedcli.audit.restart import load_memory
-
     memory = None if options.recall is None else load_memory(options.recall)
     remembers, limits = options.remember is not None, (options.max_requests, options.max_tokens)
     probes = planned(checks, memory, *limits, remembers=remembers, concurrency=options.concurrency)

@@ -5,12 +5,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 
+from pagedcli import runner
 from pagedcli.bench.spread import FigureChange, compared_rows, read_earlier
+from pagedcli.bench.throughput import (
+    CacheEffectRow,
+    Run,
+    Throughput,
+    WorkloadRow,
+    bench_notes,
+    compare_cache,
+    generate,
+    headline,
+    run_workload,
+    throughput_row,
+    workload_config,
+)
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
 from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
@@ -18,9 +32,6 @@ from pagedcli.errors import UsageError
 from pagedcli.printable import duration_text, plural
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
-
-if TYPE_CHECKING:
-    from pagedcli.bench.throughput import Throughput
 
 
 class BenchProgress(ProgressLine):
@@ -100,7 +111,6 @@ def throughput(
     """
     if context.invoked_subcommand is not None:
         return
-    from pagedcli.bench.throughput import WorkloadRow, bench_notes, headline, throughput_row
 
     loaded = load_config(config, flags)
     seed = loaded.config.engine.seed
@@ -143,15 +153,12 @@ def cache(
 
     Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
-    from pagedcli.bench.throughput import CacheEffectRow, compare_cache, generate, workload_config
-    from pagedcli.runner.llm_engine import LLMEngine
-
     if output_len < 2:
         raise UsageError(f"--output-len is {output_len}, but TPOT needs at least 2")
     loaded = load_config(config, flags)
     workload = random_draw(1, input_len, output_len, seed=loaded.config.engine.seed).workload("random")
     changed = workload_config(loaded, workload)
-    with LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False)) as engine:
+    with runner.LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False)) as engine:
         generate(engine, workload.prompts, [2])  # warm-up
         rows, same = compare_cache(engine, workload.prompts[0], output_len)
     ratio = rows[1].total_s / rows[0].total_s
@@ -169,11 +176,9 @@ _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roug
 
 def _run_all(
     loaded: LoadedConfig, kinds: Sequence[Callable[[int], BenchWorkload]], salts: Sequence[int], *, within_minute: bool
-) -> Iterator[tuple[BenchWorkload, "Throughput"]]:
+) -> Iterator[tuple[BenchWorkload, Throughput]]:
     """Run workloads, each with its passes, one after the other. On stderr: the share that is done, the time left, and a
     line for each pass as it ends."""
-    from pagedcli.bench.throughput import Run, run_workload, workload_config
-
     start_s = time.monotonic()
     each = [[kind(salt) for salt in salts] for kind in kinds]
     weights = [first.num_output_tokens + first.num_prompt_tokens / _PROMPT_TOKENS_PER_STEP for first, *_ in each]

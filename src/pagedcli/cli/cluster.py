@@ -4,25 +4,23 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pagedcli import distributed
 from pagedcli.batch.job import Job
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.cli.session import StopRequest, exit_code
 from pagedcli.cli.summary import resume_command, say_model, say_odd, say_summary, write_summary
 from pagedcli.config import EngineConfig
+from pagedcli.distributed.driver import Counts, RowCounter, prepare
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import UsageError
 from pagedcli.files import SUMMARY, check_distinct, check_new
 from pagedcli.later import torch
+from pagedcli.native.system import usable_cores
 from pagedcli.printable import plural
 from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import say
-
-if TYPE_CHECKING:
-    from pagedcli.distributed.driver import Counts, RowCounter
-    from pagedcli.distributed.ray_job import RayRun, WorkerPool
 
 _POLL_S = 1.0
 
@@ -30,8 +28,6 @@ _POLL_S = 1.0
 def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: int) -> int:
     """Run a job to its end and return the exit code. `output` is the folder of parts, `address` that of a cluster;
     None: a local one. Raises: PagedcliError for fatal errors."""
-    from pagedcli.distributed.driver import Counts, RowCounter, prepare
-
     if job.resume and job.overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     folder = PartFolder(output)
@@ -46,7 +42,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     if address is None:  # the name is historical: it restricts a local cluster to the loopback interface
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
-        from pagedcli.distributed.ray_job import RayRun, cluster
+        ray_job = distributed.ray_job
     except ModuleNotFoundError as error:
         raise UsageError("--ray needs Ray, which is not installed", hint="pip install 'pagedcli[ray]'") from error
 
@@ -67,8 +63,8 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
         pool = _pool(job, address, num_workers)
         each = f"{plural(pool.num_cpus, 'core')} and {plural(pool.num_gpus, 'GPU')}"
         say(f"starting {plural(pool.num_workers, 'worker')} with {each} each")
-        with cluster(address, pool):
-            outcome = _work(RayRun(output.resolve(), job.loaded, missing, pool), progress, counter)
+        with ray_job.cluster(address, pool):
+            outcome = _work(ray_job.RayRun(output.resolve(), job.loaded, missing, pool), progress, counter)
     if outcome == "complete":
         folder.remove_work()
         progress.count_parts(folder)
@@ -88,7 +84,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     return exit_code(result)
 
 
-def _work(run: "RayRun", progress: "Counts", counter: "RowCounter") -> Outcome:
+def _work(run: "distributed.ray_job.RayRun", progress: Counts, counter: RowCounter) -> Outcome:
     stop = StopRequest(rows_are_kept=lambda: True)
     with progress_view(quiet_terminal=False) as view, stop.listening():
         run.start()
@@ -114,12 +110,11 @@ def _say_workers(runs: "dict[str, dict[str, BatchStats]]") -> None:
         )
 
 
-def _pool(job: Job, address: str | None, num_workers: int) -> "WorkerPool":
-    from pagedcli.distributed.ray_job import WorkerPool
-    from pagedcli.native.system import usable_cores
+def _pool(job: Job, address: str | None, num_workers: int) -> "distributed.ray_job.WorkerPool":
 
     cores = usable_cores() if address is None else 1
-    return WorkerPool(num_workers, max(1, cores // num_workers), _num_gpus(job.loaded.config.engine))
+    num_gpus = _num_gpus(job.loaded.config.engine)
+    return distributed.ray_job.WorkerPool(num_workers, max(1, cores // num_workers), num_gpus)
 
 
 def _num_gpus(engine: EngineConfig) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagedcli.answers.cures import CURES_S, Cure, cures
+from pagedcli.answers.settings import recorded_subject
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.decoder import recorded_tokenizer
 from pagedcli.errors import PagedcliError, TraceError
@@ -47,8 +48,6 @@ def find_cures(*given: Any, **how: Any) -> list[Cure]:
 
 def recorded_cures(view: RecordedRequests, state: PoolState, tokenizer: Tokenizer | None) -> list[Cure]:
     """What to change about a recorded run. `view` and `state`: at its end."""
-    from pagedcli.answers.settings import recorded_subject
-
     workload, prompts = view.finish(), None
     if workload.num_left_out and workload.hash_size is None:
         prompts = PromptSample.of(workload.prompts())

@@ -1,7 +1,7 @@
 """The text of recorded tokens. Used by explain, report and --block."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import option
@@ -11,9 +11,6 @@ from pagedcli.models.hub import resolve_model
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.tokens import Decode
-
-if TYPE_CHECKING:
-    from pagedcli.batch.tokenizer import Tokenizer
 
 TokenizerOption = Annotated[
     str | None,

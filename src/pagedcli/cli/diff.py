@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pagedcli import planning
 from pagedcli.answers.survey import prompt_model
 from pagedcli.batch.lines import copied
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
@@ -19,6 +20,7 @@ from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import TRACE
 from pagedcli.line_files import LineReader
 from pagedcli.planning.prompt_sample import PromptSample
+from pagedcli.show import difference_tables as tables
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import say, working
 from pagedcli.simulation.difference import Comparison, Side, recorded_sides
@@ -52,7 +54,6 @@ def diff(
 
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
-    from pagedcli.show import difference_tables as tables
 
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
@@ -91,15 +92,12 @@ def _is_trace(path: Path) -> bool:
 
 def _prompt_sides(loaded: LoadedConfig, *paths: Path) -> tuple[list[Side], Tokenizer]:
     """Two prompt files, as this machine would run them, and their tokenizer."""
-    from pagedcli.planning.decide import decide
-    from pagedcli.planning.machine import this_machine
-
     folder, spec = prompt_model(loaded, None)
     if spec is None:
         raise UsageError(
             f"{folder} has no config.json, which is needed for the size of a block", hint="name a model with -m"
         )
-    decision = decide(loaded.config.engine, spec, this_machine(free_memory=True))
+    decision = planning.decide.decide(loaded.config.engine, spec, planning.machine.this_machine(free_memory=True))
     plan, limits = decision.expected_plan, limits_without_pool(loaded.config.engine, spec)
     sides = []
     for path in paths:

@@ -1,12 +1,14 @@
 """`pagedcli doctor`: this machine's capabilities, what pagedcli uses of them, and a self-test."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
+from pagedcli import planning, runner
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fit_in_words, fits, groups_and_states
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.bench.rates import measure_rates
 from pagedcli.cli.options import FormatOption
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.plan import Plan
@@ -18,11 +20,6 @@ from pagedcli.records import as_row, size
 from pagedcli.show.plan_tables import engine_table
 from pagedcli.show.tables import Fact, Format, Table, print_tables, table
 from pagedcli.show.terminal import say
-
-if TYPE_CHECKING:
-    from pagedcli.planning.decision import Decision
-    from pagedcli.planning.machine import Machine
-    from pagedcli.runner.self_test import CheckResult, LookUp
 
 EXIT_FAILED = 1
 
@@ -55,25 +52,23 @@ def doctor(
         _judge(model, device, format_)
         return
     from pagedcli.attention.select import available_backends
-    from pagedcli.planning.machine import this_machine
-    from pagedcli.runner import inspection
-    from pagedcli.runner.self_test import CheckResult
 
-    machine = this_machine()
+    machine = planning.machine.this_machine()
     decision = _decided(device, machine)
     chosen = str(decision.attention.device)
     found = available_backends(decision.attention, machine.missing)
     backends = [Backend(name, reason is None, reason) for name, reason in found]
     results = _self_test(chosen, [each.backend for each in backends if each.available])
-    (found_devices, device_notes), (paths, path_notes) = inspection.devices(), inspection.cpu_paths()
+    (found_devices, device_notes), (paths, path_notes) = runner.inspection.devices(), runner.inspection.cpu_paths()
+    tested = "check passed seconds detail"
     tables = [
-        table(inspection.Version, "versions", "Versions", inspection.versions()),
-        table(inspection.Device, "devices", "Devices", found_devices, notes=device_notes),
-        table(inspection.CpuPath, "cpu_paths", "CPU kernels", paths, notes=path_notes),
+        table(runner.inspection.Version, "versions", "Versions", runner.inspection.versions()),
+        table(runner.inspection.Device, "devices", "Devices", found_devices, notes=device_notes),
+        table(runner.inspection.CpuPath, "cpu_paths", "CPU kernels", paths, notes=path_notes),
         _weights_table(),
         table(Backend, "backends", f"Attention backends on {chosen}, in order of preference", backends),
         _engine_table(chosen),
-        table(CheckResult, "self_test", "Self-test with the built-in model", results, "check passed seconds detail"),
+        table(runner.self_test.CheckResult, "self_test", "Self-test with the built-in model", results, tested),
     ]
     failed = [result.check for result in results if not result.passed]
     outcome = f"{len(failed)} of {len(results)} checks failed on {chosen}: {', '.join(failed)}."
@@ -86,19 +81,17 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _decided(device: str, machine: "Machine", model: str = BUILTIN_MODEL) -> "Decision":
+def _decided(
+    device: str, machine: "planning.machine.Machine", model: str = BUILTIN_MODEL
+) -> "planning.decision.Decision":
     """How a model runs here, of which only config.json is read."""
-    from pagedcli.planning.decide import decide
-
     config = EngineConfig(model=model, device=device)
-    return decide(config, read_spec(model_folder(config, weights=False)), machine)
+    return planning.decide.decide(config, read_spec(model_folder(config, weights=False)), machine)
 
 
 def _judge(model: str, device: str, format_: Format) -> None:
     """Says whether and how a model runs here."""
-    from pagedcli.planning.machine import this_machine
-
-    decision = _decided(device, this_machine(free_memory=True), model)
+    decision = _decided(device, planning.machine.this_machine(free_memory=True), model)
     fit = None if decision.pool is None else fits(decision)
     does_fit = fit is None or fit.num_kvcache_blocks > 0
     found = _model_facts(decision, fit)
@@ -114,7 +107,7 @@ def _judge(model: str, device: str, format_: Format) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _model_facts(decision: "Decision", fit: Fit | None) -> list[Fact]:
+def _model_facts(decision: "planning.decision.Decision", fit: Fit | None) -> list[Fact]:
     """What a person asks of a model before downloading its weights."""
     spec, plan, tables = decision.spec, decision.plan, decision.plan.limits.tables
     cache = f"{size(plan.token_bytes)} per token"
@@ -144,12 +137,9 @@ def _count(number: float) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
-def _speed(decision: "Decision") -> str:
+def _speed(decision: "planning.decision.Decision") -> str:
     """The most that memory and processor allow."""
-    from pagedcli.bench.rates import measure_rates
-    from pagedcli.planning.decide import resolve_dtype
-
-    dtype = resolve_dtype(decision.config.dtype, decision.spec)
+    dtype = planning.decide.resolve_dtype(decision.config.dtype, decision.spec)
     roofline = measure_rates(dtype).limits
     floor = StepFloor.of(decision.own, decision.footprint, roofline, kv_dtype=decision.plan.kv_dtype)
     rates = [num / floor.seconds([(0, 1)] * num, num) for num in (1, 32)]
@@ -169,44 +159,37 @@ class Backend:
 
 def _weights_table() -> Table:
     """The packed weights that are kept for the next start."""
-    from pagedcli.runner.weight_cache import DEFAULT_BYTES, KeptWeights, kept_weights, weight_folder
-
-    rows: list[KeptWeights] = []
-    notes = [f"in {weight_folder()}, at most {size(DEFAULT_BYTES)} (engine.weight_cache_size, engine.weight_cache)"]
+    kept, rows = runner.weight_cache, list[Any]()
+    most = f"at most {size(kept.DEFAULT_BYTES)} (engine.weight_cache_size, engine.weight_cache)"
+    notes = [f"in {kept.weight_folder()}, {most}"]
     try:
-        rows = kept_weights()
+        rows = kept.kept_weights()
     except (OSError, UsageError) as error:
         notes.append(str(error))
-    return table(KeptWeights, "weight_cache", "Packed weights kept for the next start", rows, notes=notes)
+    return table(kept.KeptWeights, "weight_cache", "Packed weights kept for the next start", rows, notes=notes)
 
 
 def _engine_table(device: str) -> Table:
     """How the engine runs the built-in model."""
-    from pagedcli.runner.llm_engine import LLMEngine
-
     try:
-        found: Plan | str = LLMEngine(EngineConfig(device=device, num_kvcache_blocks=8)).plan
+        found: Plan | str = runner.LLMEngine(EngineConfig(device=device, num_kvcache_blocks=8)).plan
     except Exception as error:  # report whatever broke and continue: a driver can raise anything
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
     return engine_table(f"Engine settings on {device}, with the built-in model", found)
 
 
-def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
-    from pagedcli.runner.self_test import run_self_test
-
+def _self_test(device: str, backends: list[str]) -> "list[runner.self_test.CheckResult]":
     results = []
-    for result in run_self_test(_lookups(), device=device, backends=backends):
+    for result in runner.self_test.run_self_test(_lookups(), device=device, backends=backends):
         say(f"{'pass' if result.passed else 'FAIL'}  {result.check}")
         results.append(result)
     return results
 
 
-def _lookups() -> "list[LookUp]":
-    from pagedcli.runner.self_test import LookUp, look_up_texts
-
+def _lookups() -> "list[runner.self_test.LookUp]":
     tokenizer = Tokenizer(model_folder(EngineConfig()))
     lookups = []
-    for prompt, answer in look_up_texts():
+    for prompt, answer in runner.self_test.look_up_texts():
         token_ids = tokenizer.encode(prompt)
-        lookups.append(LookUp(token_ids, tokenizer.encode(prompt + answer)[len(token_ids) :]))
+        lookups.append(runner.self_test.LookUp(token_ids, tokenizer.encode(prompt + answer)[len(token_ids) :]))
     return lookups

@@ -2,21 +2,16 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+from pagedcli import show
 from pagedcli.cli.options import option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_new
-from pagedcli.show.terminal import say
 from pagedcli.views.step_choice import StepChoice
-
-if TYPE_CHECKING:
-    from pagedcli.show.data_files import DataFiles
-    from pagedcli.trace.fold import Fold
 
 _FLAG = "--dump-kv"
 _ENDINGS = (".csv", ".jsonl", ".parquet")
@@ -73,9 +68,7 @@ class Dump:
         chosen = StepChoice.parse(steps, every) if step is None else StepChoice(step, step)
         file = Path(dump_kv) if dump_kv else None
         if file is not None:
-            from pagedcli.show.data_files import data_paths  # most runs write none: that delays their first row
-
-            data_paths(file)
+            show.data_files.data_paths(file)
         return cls(chosen, dump_kv == _TABLES, file)
 
     @property
@@ -83,47 +76,15 @@ class Dump:
         """Whether only some steps are wanted."""
         return self.chosen != StepChoice()
 
-    def named_files(self, *, overwrite: bool, resume: bool = False) -> "DumpFiles | None":
+    def named_files(self, *, overwrite: bool, resume: bool = False) -> "show.data_files.DumpFiles | None":
         """The files to write; what a resumed run adds is a part of its own. Raises: UsageError if one exists."""
         if self.file is None:
             return None
-        from pagedcli.show.data_files import DataFiles, next_part, table_kind
-
-        file = next_part(self.file) if resume else self.file
-        files = DataFiles(file, overwrite=overwrite)
+        data = show.data_files
+        files = data.DataFiles(data.next_part(self.file) if resume else self.file, overwrite=overwrite)
         for table, path in files.paths.items():
-            check_new(_FLAG, path, kind=table_kind(table, path.suffix), overwrite=overwrite)
-        return DumpFiles(files, self.chosen)
-
-
-class DumpFiles:
-    """The data files of one run."""
-
-    def __init__(self, files: "DataFiles", chosen: StepChoice) -> None:
-        from pagedcli.views.step_rows import StepRows
-
-        self._files = files
-        self._rows = StepRows(files.write, chosen)
-
-    @property
-    def paths(self) -> dict[str, Path]:
-        """What each is in a message -> its path."""
-        return {f"{_FLAG} ({table})": path for table, path in self._files.paths.items()}
-
-    @contextmanager
-    def written(self) -> Iterator["Fold"]:
-        """A fold of a run's events; its rows are in the files once the block ends. Raises: PagedcliError."""
-        from pagedcli.trace.fold import pool_fold
-
-        try:
-            yield pool_fold(self._rows, keep_finished=False)
-        except BaseException:
-            self._files.discard()
-            raise
-        if self._files.close():
-            say(f"KV tables: {self._files.names}")
-            if not self._rows.num_steps:
-                say("note: the run has none of the chosen steps, so these tables are empty")
+            check_new(_FLAG, path, kind=data.table_kind(table, path.suffix), overwrite=overwrite)
+        return data.DumpFiles(files, self.chosen)
 
 
 def table_width(*, stderr: bool = False) -> int | None:

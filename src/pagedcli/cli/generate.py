@@ -4,14 +4,15 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 import yaml
 
+from pagedcli import show
 from pagedcli.batch.job import Job
-from pagedcli.cli.dump_kv import Dump, DumpFiles, table_width
+from pagedcli.cli.cluster import run_cluster_job
+from pagedcli.cli.dump_kv import Dump, table_width
 from pagedcli.cli.notify import notifying
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
 from pagedcli.cli.run_flags import GenerateOptions, ShownFormat
@@ -22,9 +23,7 @@ from pagedcli.errors import UsageError
 from pagedcli.events import Emit, only_wanted, to_all
 from pagedcli.show.tables import Column, Format, Table, print_tables
 from pagedcli.show.terminal import say
-
-if TYPE_CHECKING:
-    from pagedcli.show.step_tables import StepPrinter
+from pagedcli.trace.files import TraceWriter
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
@@ -74,7 +73,11 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
 
 
 def _run_job(
-    job: Job, options: GenerateOptions, dump: Dump, dump_files: DumpFiles | None, tables_format: Format
+    job: Job,
+    options: GenerateOptions,
+    dump: Dump,
+    dump_files: "show.data_files.DumpFiles | None",
+    tables_format: Format,
 ) -> int:
     """Run the job here or on a cluster, and return the exit code."""
     if options.ray or options.ray_address is not None:
@@ -96,8 +99,6 @@ def _run_job(
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
-    from pagedcli.cli.cluster import run_cluster_job
-
     if job.output is None:
         raise UsageError("--ray writes a folder of parts: specify it with -o")
     unsupported = options.dump_kv is not None or options.kv_events is not None
@@ -125,22 +126,21 @@ def _tables_format(dump: Dump, format_: ShownFormat) -> Format:
     return Format(format_) if dump.as_tables else Format.TABLE
 
 
-def _step_printer(dump: Dump, format_: Format, *, rows_on_stdout: bool) -> "StepPrinter":
-    from pagedcli.show.step_tables import StepConsole, StepPrinter
-
+def _step_printer(dump: Dump, format_: Format, *, rows_on_stdout: bool) -> "show.step_tables.StepPrinter":
     width = table_width(stderr=rows_on_stdout)
-    console = StepConsole(stderr=rows_on_stdout)
-    return StepPrinter(console, chosen=dump.chosen, format=format_, width=width)
+    console = show.step_tables.StepConsole(stderr=rows_on_stdout)
+    return show.step_tables.StepPrinter(console, chosen=dump.chosen, format=format_, width=width)
 
 
 def _observers(
-    stack: ExitStack, options: GenerateOptions, dump_files: DumpFiles | None, printer: "StepPrinter | None"
+    stack: ExitStack,
+    options: GenerateOptions,
+    dump_files: "show.data_files.DumpFiles | None",
+    printer: "show.step_tables.StepPrinter | None",
 ) -> list[Emit]:
     """What prints, writes or publishes the engine's events."""
     observers: list[Emit] = [] if printer is None else [printer.on_event]
     if options.record is not None:
-        from pagedcli.trace.files import TraceWriter
-
         writer = stack.enter_context(TraceWriter(options.record, overwrite=options.overwrite, resume=options.resume))
         observers.append(only_wanted(writer, tokens=options.record_tokens, row_ids=not options.no_ids))
     if dump_files is not None:
@@ -151,17 +151,14 @@ def _observers(
 
 
 def _publisher(stack: ExitStack, endpoint: str) -> Emit:
-    from pagedcli.kvevents.publisher import KVEventPublisher
-    from pagedcli.kvevents.sockets import PublisherSocket
-    from pagedcli.trace.fold import Fold
-    from pagedcli.trace.state import PoolState
+    from pagedcli.kvevents.sockets import PublisherSocket, publisher
 
     socket = stack.enter_context(PublisherSocket(endpoint))
     say(
         f"KV events: {socket.endpoint}, replay {socket.replay_endpoint};"
         " anyone who connects can read the prompts' token ids"
     )
-    return Fold(PoolState(), KVEventPublisher(socket.send))
+    return publisher(socket)
 
 
 def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:

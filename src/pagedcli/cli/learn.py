@@ -25,7 +25,8 @@ from rich.markdown import Markdown
 
 from pagedcli.answers.why import ExplainedLookup
 from pagedcli.cli.options import option
-from pagedcli.cli.picture import PictureOptions, draw_run
+from pagedcli.cli.picture import PictureOptions
+from pagedcli.cli.run_picture import draw_run
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import check_files
 from pagedcli.printable import plural

@@ -4,6 +4,7 @@ import difflib
 import errno
 import logging
 import os
+import platform
 import re
 import sys
 import traceback
@@ -237,7 +238,6 @@ def _debug() -> bool:
 
 def _about_installation() -> Iterator[tuple[str, str]]:
     """What a report of a bug needs, without loading torch."""
-    import platform
     from importlib import metadata
 
     from pagedcli.native.prebuilt import library, runnable

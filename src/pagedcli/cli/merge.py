@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from pagedcli import distributed
 from pagedcli.batch.columns import kind_of
 from pagedcli.batch.merge import merge_shards
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
@@ -42,12 +43,10 @@ def merge(
 
     Exit codes: 0 success, 1 a shard is damaged, 2 the files are not the shards of one run, 3 there are error rows.
     """
-    from pagedcli.distributed.merge import merge_parts
-
     reads = {f"the shard {path}": path for path in shards}
     check_files(reads, {"the output": output_file}, overwrite=overwrite)
     if len(shards) == 1 and shards[0].is_dir():
-        merged, what = merge_parts(shards[0], output_file, overwrite=overwrite), str(shards[0])
+        merged, what = distributed.merge.merge_parts(shards[0], output_file, overwrite=overwrite), str(shards[0])
     elif (kind := kind_of(output_file)) != "jsonl":
         raise UsageError(f"shards are merged into JSONL, not {kind}: -o {output_file}", hint="-o out.jsonl")
     else:

@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from pagedcli.config import Config
-from pagedcli.config_keys import Key, flag_name, keys_of
+from pagedcli.config_keys import ConfigKey, flag_name, keys_of
 from pagedcli.show.tables import Format
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
@@ -55,7 +55,7 @@ def _flags(section: str) -> dict[str, Any]:
     return flags
 
 
-def _flag_type(type_: Any, declared: Key) -> Any:
+def _flag_type(type_: Any, declared: ConfigKey) -> Any:
     """The type of the flag for a field. For a union that includes a list: the list, i.e. a repeatable flag."""
     if declared.names:
         choices: Any = Literal
@@ -66,7 +66,7 @@ def _flag_type(type_: Any, declared: Key) -> Any:
     return next((kind for kind in kinds if get_origin(kind) is list), kinds[0])
 
 
-def _help(declared: Key, value: Any) -> str:
+def _help(declared: ConfigKey, value: Any) -> str:
     if value is None:
         default = declared.default
     elif isinstance(value, bool):

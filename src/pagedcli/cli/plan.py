@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from pagedcli import bench, planning
 from pagedcli.answers.cures import CURES_S, Cure
 from pagedcli.answers.fits import NOT_PREDICTED, Fit, fits
 from pagedcli.answers.hits import Hits, hits
@@ -21,6 +22,7 @@ from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import open_source
 from pagedcli.cli.cures import find_cures, or_note, print_answer
 from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.plan_tune import tuned_settings
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
@@ -30,20 +32,11 @@ from pagedcli.planning.prompt_survey import UNIT
 from pagedcli.printable import capitalized, percent_text, plural, refused_text
 from pagedcli.process import old_objects_left_alone
 from pagedcli.show.plan_tables import engine_table, file_table, forecast_row, full_tables, run_tables, survey_facts
+from pagedcli.show.simulation_tables import curve_table
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import ProgressLine, say, say_wrapped, working
 from pagedcli.simulation.caches import accesses_of, ideal_hit_rate
 from pagedcli.simulation.sources import PromptRequests, read_outputs
-
-if TYPE_CHECKING:
-    from pagedcli.answers.cures import Cure
-    from pagedcli.answers.hits import Hits
-    from pagedcli.answers.settings import Subject
-    from pagedcli.answers.time import Forecast
-    from pagedcli.batch.line_sample import LineSample
-    from pagedcli.batch.lines import Line
-    from pagedcli.planning.decision import Decision
-    from pagedcli.simulation.sources import PromptRequests
 
 _time = partial(option, panel="Expected time")
 _INPUT_HELP = "Input file (also .gz); - reads stdin."
@@ -121,7 +114,7 @@ class _File:
 
     scan: PromptScan
     requests: PromptRequests
-    decision: "Decision | None"  # None: there is no model, or its engine would refuse to start
+    decision: "planning.decision.Decision | None"  # None: there is no model, or its engine would refuse to start
     fit: Fit | None  # what this machine holds of the model, if it is predicted
     refusal: str | None  # why it would
 
@@ -146,7 +139,6 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
             raise UsageError(
                 "--tune needs a model whose memory can be predicted, and a valid row", hint="name the model with -m"
             )
-        from pagedcli.cli.plan_tune import tuned_settings
 
         print(tuned_settings(run.subject, run.found, loaded), end="")
         return code
@@ -165,8 +157,6 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         if run is not None and options.format_ is not Format.JSON:  # JSON has these figures as facts
             tables = [*run_tables(run.found, run.subject.num_blocks, run.source, run.notes), *tables]
     if pools is not None and is_table and options.all_:
-        from pagedcli.show.simulation_tables import curve_table
-
         tables.append(curve_table(pools, None if file.fit is None else file.fit.block_bytes))
     engine = file.refusal if file.decision is None else file.decision.expected_plan
     if engine is not None and (options.all_ or not is_table or file.decision is None):
@@ -202,14 +192,14 @@ def _count(number: float, noun: str) -> str:
     return plural(round(number), noun) if number < 999_950 else f"{number / 1e6:,.1f} million {noun}s"
 
 
-def _here(run: "Forecast | None") -> str:
+def _here(run: Forecast | None) -> str:
     """The expected time at the beginning of a sentence; empty: it is not known."""
     if run is None or run.in_words is None:
         return ""
     return f"{capitalized(run.in_words)} here: "
 
 
-Tried = tuple["Subject", "Forecast | None", float]
+Tried = tuple[Subject, Forecast | None, float]
 """The run that other pools and settings are tried on; None: it has not been simulated; and seconds of trials."""
 
 
@@ -222,14 +212,14 @@ def _tried(file: _File, run: "_ExpectedRun") -> Tried:
     return replace(run.subject, workload=workload, left_out=left_out), None, _LONG_FILE_CURES_S
 
 
-def _pools(subject: "Subject", base: "Forecast | None", budget_s: float) -> "Hits | None":
+def _pools(subject: Subject, base: Forecast | None, budget_s: float) -> Hits | None:
     """What other pools find; None if looking for it failed."""
 
     search = partial(hits, subject.in_order, subject.plan, subject.schedule, search_s=budget_s)
     return or_note("the smallest pool that is enough", search, None)
 
 
-def _cures(engine: EngineConfig, scan: PromptScan, tried: Tried | None, pools: "Hits | None") -> "list[Cure]":
+def _cures(engine: EngineConfig, scan: PromptScan, tried: Tried | None, pools: Hits | None) -> list[Cure]:
     """What to change."""
     size, rates = engine.block_size, dict[int, float]()
     if engine.enable_prefix_caching:
@@ -242,14 +232,12 @@ def _cures(engine: EngineConfig, scan: PromptScan, tried: Tried | None, pools: "
 
 def _read(loaded: LoadedConfig, options: PlanOptions) -> _File:
     """What is found in the file, after saying what a sample of a long one lets expect."""
-    from pagedcli.planning.decide import decide
-    from pagedcli.planning.machine import this_machine
-
     name, decision, refusal = options.prompts, None, None
     folder, spec = prompt_model(loaded, options.tokenizer)
     try:
         if spec is not None:
-            decision = decide(loaded.config.engine, spec, this_machine(free_memory=True))
+            machine = planning.machine.this_machine(free_memory=True)
+            decision = planning.decide.decide(loaded.config.engine, spec, machine)
             say_refused(decision.plan)
     except BackendError as error:  # the rest of the plan is still useful
         refusal = error.message
@@ -314,9 +302,6 @@ class _ExpectedRun:
 
 
 def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _ExpectedRun:
-    from pagedcli.answers.settings import Subject
-    from pagedcli.bench.calibration import step_time_here
-
     decision, run, requests = file.decision, loaded.config.run, file.requests
     assert decision is not None, "it has a pool"
     plan, workload, progress = decision.expected_plan, requests.workload, ProgressLine(line_every_s=5.0)
@@ -324,8 +309,9 @@ def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _E
     def show(text: Callable[[Any], str], value: float) -> None:
         progress.show(lambda _: text(value))
 
-    on_progress, may_calibrate = partial(show, "calibrating: {:.0%}".format), not options.no_calibrate
-    step_time, source = step_time_here(decision, may_calibrate=may_calibrate, say=say, on_progress=on_progress)
+    on_progress, may = partial(show, "calibrating: {:.0%}".format), not options.no_calibrate
+    calibrated = bench.calibration.step_time_here(decision, may_calibrate=may, say=say, on_progress=on_progress)
+    step_time, source = calibrated
     num_requests = plural(len(workload.requests), "request")
     found = time(
         workload,

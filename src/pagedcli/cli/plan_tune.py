@@ -3,11 +3,12 @@
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import yaml
 
+from pagedcli import runner
 from pagedcli.answers.cures import LEAST_TIMED_S, Tuned, tune
 from pagedcli.answers.settings import ORDER, POOL, Changes, Subject, flags_of
 from pagedcli.answers.time import Forecast, in_prefix_order
@@ -19,9 +20,6 @@ from pagedcli.sampling_params import SamplingParams
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation.requests import Request, largest_output, work_of
 
-if TYPE_CHECKING:
-    from pagedcli.runner.llm_engine import LLMEngine
-
 _TUNE_S = 60.0  # seconds of trials in the simulator, and of runs in turns
 
 
@@ -30,8 +28,6 @@ def time_in_turns(
 ) -> Turns | None:
     """Time the first rows of a file with the changes before and after, in turns, for up to budget_s seconds; None,
     after saying why, if the engines do not start. `run_s`: the predicted time of the whole file."""
-    from pagedcli.runner.llm_engine import LLMEngine
-
     both = [{POOL: subject.num_blocks, **each} for each in (before, after)]
     most = (sum(map(work_of, subject.workload.requests)) + subject.left_out) * min(1.0, pass_s(budget_s) / run_s)
     sample = list[Request]()
@@ -44,7 +40,7 @@ def time_in_turns(
     progress = ProgressLine(line_every_s=5.0)
     try:
         configs = [_engine_config(loaded.config.engine, each) for each in both]
-        with LLMEngine(configs[0]) as one, LLMEngine(configs[1]) as other:
+        with runner.LLMEngine(configs[0]) as one, runner.LLMEngine(configs[1]) as other:
 
             def serve(which: int, number: int) -> float:
                 progress.show(lambda _: f"timing: pass {number + 1}")
@@ -65,7 +61,7 @@ def _engine_config(engine: EngineConfig, changes: Changes) -> EngineConfig:
     return msgspec.structs.replace(engine, **names)
 
 
-def _serve(engine: "LLMEngine", requests: Sequence[Request], number: int) -> float:
+def _serve(engine: "runner.LLMEngine", requests: Sequence[Request], number: int) -> float:
     """Seconds that requests take. Those of another number share no blocks with them."""
     start_s = time.perf_counter()
     for request in requests:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated
 
+from pagedcli import runner
 from pagedcli.answers import fits as answers
 from pagedcli.answers.fits import AtOnce, Fit, Held, MemoryTerm, ServedNeed
 from pagedcli.answers.survey import prompt_model, scan_prompts
@@ -63,12 +64,12 @@ def profile_memory(
 
     Exit codes: 0 success, 2 wrong usage or configuration, or no block fits.
     """  # fmt: skip
-    from pagedcli.runner.memory_profile import profile_described, profile_here, read_described
 
     loaded = load_config(config, flags)
     engine = loaded.config.engine
-    described = read_described(gpu, gpu_memory, memory, used=used, others=others, peak=peak, current=current)
-    fit = profile_here(engine, say) if described is None else profile_described(engine, described)
+    profile = runner.memory_profile
+    described = profile.read_described(gpu, gpu_memory, memory, used=used, others=others, peak=peak, current=current)
+    fit = profile.profile_here(engine, say) if described is None else profile.profile_described(engine, described)
     lengths, shared = ({}, None) if prompts is None else _lengths_of(loaded, prompts)
     lengths = {"model length": fit.max_model_len} | lengths
     story = [answers.fit_in_words(fit), answers.groups_and_states(fit), answers.left_in_words(fit)]

@@ -15,8 +15,9 @@ from pagedcli.cli.block import print_block
 from pagedcli.cli.cures import told_of_recording
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
-from pagedcli.cli.picture import OF_HELP, PICTURE_HELP, PictureOptions, ShapeOption, Subject, ThemeOption, draw_run
+from pagedcli.cli.picture import OF_HELP, PICTURE_HELP, PictureOptions, ShapeOption, ThemeOption, Topic
 from pagedcli.cli.recording import is_recording, replay_capture
+from pagedcli.cli.run_picture import draw_run
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
 from pagedcli.files import beginning_of, check_files, whole_file, writing
@@ -74,7 +75,7 @@ class RecordedFlags:
         Literal["perfetto"] | None, _recorded(help="Export the run to the file -o, e.g. for ui.perfetto.dev.")
     ] = None
     picture: Annotated[Path | None, _recorded(metavar="FILE", help=PICTURE_HELP)] = None
-    of: Annotated[Subject | None, _recorded(help=OF_HELP)] = None
+    of: Annotated[Topic | None, _recorded(help=OF_HELP)] = None
     shape: ShapeOption = None
     theme: ThemeOption = None
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from pagedcli import app
 from pagedcli.answers.why import Reasons
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.options import do_not_apply
@@ -97,9 +98,7 @@ def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: b
 
 
 def _play(reader: CaptureReader) -> None:
-    from pagedcli.app.kv_app import CapturePlayer, KVApp
-
-    KVApp(CapturePlayer(reader, reader.sources), f"pagedcli trace {reader.path.name}").show()
+    app.kv_app.KVApp(app.kv_app.CapturePlayer(reader, reader.sources), f"pagedcli trace {reader.path.name}").show()
 
 
 def _print_step(reader: CaptureReader, step: int, *, as_json: bool) -> None:

@@ -5,8 +5,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
+from pagedcli import answers, runner, views
 from pagedcli.answers.served import ServedRequests
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.job import Job, OpenJob
@@ -33,11 +34,6 @@ from pagedcli.process import EXIT_INTERRUPTED, nothing_to_collect, on_signals
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
 
-if TYPE_CHECKING:
-    from pagedcli.answers.cures import Cure
-    from pagedcli.runner.llm_engine import LLMEngine
-    from pagedcli.views.whole_run import Findings
-
 # the time that trials of other settings may take at the end of a run
 CURES_SHARE, LEAST_CURES_S, MOST_CURES_S = 0.1, 1.0, 5.0
 
@@ -50,7 +46,7 @@ def run_job(
     terminal_is_taken: bool = False,
     all_figures: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
-    findings_of_events: Callable[[], "Findings | None"] = lambda: None,
+    findings_of_events: Callable[[], "views.whole_run.Findings | None"] = lambda: None,
     observe_told: Callable[[list[str]], None] = lambda told: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
@@ -76,10 +72,8 @@ def run_job(
         quiet_terminal = terminal_is_taken or (job.output_file is None and sys.stdout.isatty())
         key, served = engine.decision.time_key, ServedRequests(engine.plan)
         result = _run(work, engine, sink, metrics, served, stop_requested, quiet_terminal=quiet_terminal)
-        from pagedcli.views.whole_run import Findings  # what only the end of a run needs delays its first row
-
         of_events = findings_of_events()
-        findings = Findings(engine.stats, None if of_events is None else of_events.losses)
+        findings = views.whole_run.Findings(engine.stats, None if of_events is None else of_events.losses)
         if metrics is not None:
             metrics.update(result.stats, now=True)
         of_store = engine.close_store()
@@ -113,7 +107,7 @@ def _say_complete(job: Job, record: RunRecord) -> int:
 
 def _run(
     work: OpenJob,
-    engine: "LLMEngine",
+    engine: "runner.LLMEngine",
     sink: Sink,
     metrics: MetricsFile | None,
     served: ServedRequests,
@@ -147,8 +141,8 @@ def _run(
 
 
 def _cures(
-    work: OpenJob, engine: "LLMEngine", served: ServedRequests, result: BatchResult, key: TimeKey
-) -> "list[Cure]":
+    work: OpenJob, engine: "runner.LLMEngine", served: ServedRequests, result: BatchResult, key: TimeKey
+) -> "list[answers.cures.Cure]":
     """What to change. `key`: of the time of steps, as calibrated here and refined by this run."""
     from pagedcli.cli.cures import find_cures
 
@@ -163,7 +157,7 @@ def _cures(
     )
 
 
-def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:
+def _rows_differ(work: OpenJob, engine: "runner.LLMEngine") -> bool:
     """Generate some rows again, each alone, and say whether they are the same."""
     num_rows = len(work.sample.rows)
     if not num_rows:
@@ -203,14 +197,13 @@ def _say_resumable(sink: Sink) -> None:
 
 def _load_engine(
     job: Job, sink: Sink, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]
-) -> "LLMEngine":
+) -> "runner.LLMEngine":
     """The engine of a job. Without one the sink is abandoned."""
-    with nothing_to_collect():
-        from pagedcli.runner.llm_engine import LLMEngine
-
+    with nothing_to_collect():  # torch is imported
+        new_engine = runner.LLMEngine
     config = job.loaded.config.engine
     try:
-        engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)
+        engine = new_engine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns, with_store=True)
     except BaseException:
         sink.abandon()
         raise

@@ -9,8 +9,8 @@ import msgspec
 
 from pagedcli.answers.cures import CURES_S, Cure
 from pagedcli.answers.hits import (
-    Found,
     Hits,
+    PoolHits,
     found_in,
     hits,
     hits_in_words,
@@ -117,7 +117,7 @@ def _hits(
     policies: list[Eviction],
     accesses: Accesses,
     options: SimulateOptions,
-) -> tuple[Hits, list[Found]]:
+) -> tuple[Hits, list[PoolHits]]:
     """What a cache finds at each size under the first policy, and in each pool under each policy."""
     if schedule is None:
         curve = lru_curve(accesses, options.warmup)

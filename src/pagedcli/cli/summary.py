@@ -3,27 +3,22 @@
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagedcli import __version__
+from pagedcli import __version__, answers, views
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
+from pagedcli.core.plan import Plan
 from pagedcli.core.snapshots import SnapshotPolicy
+from pagedcli.core.store import StoreFacts
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file, writing
 from pagedcli.printable import byte_text, cut_reason, duration_text, plural, printable, refused_text, seconds_text
 from pagedcli.show.terminal import say, say_wrapped
-
-if TYPE_CHECKING:
-    from pagedcli.answers.cures import Cure
-    from pagedcli.core.plan import Plan
-    from pagedcli.core.store import StoreFacts
-    from pagedcli.views.whole_run import Findings
 
 
 def say_model(model: str) -> None:
@@ -31,13 +26,13 @@ def say_model(model: str) -> None:
     say(f"pagedcli {__version__}, model: {shown}")
 
 
-def say_refused(plan: "Plan") -> None:
+def say_refused(plan: Plan) -> None:
     """Print why nothing faster is used."""
     for reason in plan.refused:
         say(f"  not used: {reason}")
 
 
-def say_plan(plan: "Plan", config: EngineConfig) -> None:
+def say_plan(plan: Plan, config: EngineConfig) -> None:
     """Print the plan of a configuration, and why nothing faster is used."""
     length = plan.limits.max_model_len
     say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {plural(length, 'token')} per request")
@@ -70,7 +65,7 @@ def say_plan(plan: "Plan", config: EngineConfig) -> None:
         say(f"eviction: {plan.limits.eviction}")
 
 
-def say_store(facts: "StoreFacts", path: str) -> None:
+def say_store(facts: StoreFacts, path: str) -> None:
     """Print what a run did with its prefix store, and why files were of no use."""
     read, written = (
         plural(num_blocks, "block") + (f" and {plural(num_states, 'state')}" if num_states else "")
@@ -129,10 +124,8 @@ def failed_rows(stats: BatchStats) -> list[str]:
     return [refused_text(stats.num_finished_failed, stats.num_finished, line, reason, has_run=True)]
 
 
-def say_figures(stats: BatchStats, findings: "Findings") -> None:
+def say_figures(stats: BatchStats, findings: "views.whole_run.Findings") -> None:
     """Print the other figures of a run (--all)."""
-    from pagedcli.views.whole_run import finding_lines
-
     facts = stats.facts
     lines = [("", f"line {line:,}: {cut_reason(reason)}") for line, reason in stats.first_failed[1:]]
     if stats.error_codes:
@@ -153,7 +146,7 @@ def say_figures(stats: BatchStats, findings: "Findings") -> None:
         continued = plural(facts.num_snapshot_hits, "sequence")
         slots = f"{facts.peak_used_state_slots:,} of {facts.num_state_slots:,} at the peak"
         lines.append(("state slots", f"{slots}; {made} made, {dropped:,} dropped, {continued} continued from one"))
-    for label, text in [*lines, *finding_lines(findings)]:
+    for label, text in [*lines, *views.whole_run.finding_lines(findings)]:
         say_wrapped(f"  {label:<12} {text}", indent=15)
 
 
@@ -166,7 +159,7 @@ def say_odd(result: BatchResult) -> None:
         say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
 
-def _findings_document(findings: "Findings") -> dict[str, object]:
+def _findings_document(findings: "views.whole_run.Findings") -> dict[str, object]:
     """Keys of the summary's `cache`. Rates are shares of the prompt tokens."""
     facts = findings.facts
     looked_up = facts.num_prompt_tokens
@@ -189,8 +182,8 @@ def _guesses(facts: RunFacts) -> dict[str, dict[str, int]]:
 def write_summary(
     path: Path,
     result: BatchResult,
-    findings: "Findings | None" = None,
-    cures: "Sequence[Cure]" = (),
+    findings: "views.whole_run.Findings | None" = None,
+    cures: "Sequence[answers.cures.Cure]" = (),
 ) -> None:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured, or not judged.
 

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from pagedcli import show
 from pagedcli.app.pool_players import LivePlayer
 from pagedcli.batch.job import Job
 from pagedcli.batch.lines import copied, is_live
 from pagedcli.batch.prompts import open_source
 from pagedcli.batch.requests import BatchRow, decode_line
-from pagedcli.cli.dump_kv import DumpFiles, table_width
+from pagedcli.cli.dump_kv import table_width
 from pagedcli.cli.options import (
     ENGINE_KEYS,
     RUN_KEYS,
@@ -204,7 +205,7 @@ def _run(
     whole_run: WholeRun,
     view: StepPrinter | PlainView | LivePlayer,
     *,
-    dump_files: DumpFiles | None,
+    dump_files: "show.data_files.DumpFiles | None",
     record_tokens: bool,
     record_ids: bool,
     **how: Any,

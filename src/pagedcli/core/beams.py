@@ -44,7 +44,7 @@ Candidates = Items[tuple[int, float]]  # next tokens and their log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
+class BeamToken:
     """A beam and its next token."""
 
     parent: Sequence
@@ -80,7 +80,7 @@ class BeamSearch:
         self._early_stopping = first.params.early_stopping
         self._max_new_tokens = first.max_new_tokens
 
-    def _advance(self, candidates: Mapping[int, Candidates]) -> list[Continuation]:
+    def _advance(self, candidates: Mapping[int, Candidates]) -> list[BeamToken]:
         """The next token of each beam of the next step, best first. Adds to `finished`, and sets `ended` if the search
         ends with this token: its tokens are then the last."""
         first = self.beams[0]
@@ -121,7 +121,7 @@ class BeamSearch:
         self._continue_with(beams, continuations, now_s)
         return beams
 
-    def _places(self, continuations: Items[Continuation]) -> list[Sequence | None]:
+    def _places(self, continuations: Items[BeamToken]) -> list[Sequence | None]:
         """The sequence of each continuation: its parent's for the first one of a parent, then those of beams that are
         dropped; None: a new one."""
         parents = {continuation.parent.seq_id for continuation in continuations}
@@ -135,7 +135,7 @@ class BeamSearch:
                 found.append(dropped.pop() if dropped else None)
         return found
 
-    def _continue_with(self, beams: list[Sequence], continuations: Items[Continuation], now_s: float) -> None:
+    def _continue_with(self, beams: list[Sequence], continuations: Items[BeamToken], now_s: float) -> None:
         """Append the next tokens to the sequences of their places, which share their parents' blocks by now."""
         for beam, continuation in zip(beams, continuations, strict=True):
             if beam is not continuation.parent:
@@ -150,16 +150,16 @@ class BeamSearch:
                 beam.finish_reason, beam.facts.finished_s = self.ended, now_s
         self.beams, self._totals = beams, [continuation.total for continuation in continuations]
 
-    def _best(self, candidates: Mapping[int, Candidates], count: int) -> list[Continuation]:
+    def _best(self, candidates: Mapping[int, Candidates], count: int) -> list[BeamToken]:
         """The best continuations of all beams."""
         found = [
-            Continuation(beam, token_id, logprob, total + logprob, candidates[beam.seq_id])
+            BeamToken(beam, token_id, logprob, total + logprob, candidates[beam.seq_id])
             for beam, total in zip(self.beams, self._totals, strict=True)
             for token_id, logprob in candidates[beam.seq_id]
         ]
         return sorted(found, key=lambda continuation: -continuation.total)[:count]
 
-    def _finish(self, continuation: Continuation, length: int) -> None:
+    def _finish(self, continuation: BeamToken, length: int) -> None:
         parent, token_id = continuation.parent, continuation.token_id
         num_top = parent.params.logprobs
         is_stop_token = token_id in parent.end_token_ids - parent.eos_token_ids

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from pagedcli.core.budget import block_bytes, blocks_for
 from pagedcli.events import CacheGroup
 
-Heads = tuple[int, int]  # G key/value heads of D elements
+HeadShape = tuple[int, int]  # G key/value heads of D elements
 
 
 def cache_groups(
-    windows: Sequence[int | None], heads: Sequence[Heads | None] = (), keeps: Sequence[bool] = ()
+    windows: Sequence[int | None], heads: Sequence[HeadShape | None] = (), keeps: Sequence[bool] = ()
 ) -> tuple[CacheGroup, ...]:
     """The groups of a model whose layers have these windows and heads, those that see everything last; their bytes are
     not known yet. `keeps`: whether each layer has K and V of its own; by default all have.
@@ -35,6 +35,7 @@ def cache_groups(
     totals = [count * _elements(kind[1]) for kind, count in counts.items()]
     largest_layer = max(_elements(heads) for _, heads in counts)
     least, most = min(totals), max(totals)
+    # of a block, in elements of a token's K; at least a whole layer of every kind
     room = most if most < 1.25 * least else blocks_for(least, largest_layer) * largest_layer
     groups = []
     for window, of_layer in sorted(counts, key=_order):
@@ -44,17 +45,17 @@ def cache_groups(
     return tuple(groups)
 
 
-def _elements(heads: Heads | None) -> int:
+def _elements(heads: HeadShape | None) -> int:
     """Elements of a token's K in a layer; 1 where all layers have the same."""
     return 1 if heads is None else heads[0] * heads[1]
 
 
-def _order(kind: tuple[int | None, Heads | None]) -> tuple[float, Heads]:
+def _order(kind: tuple[int | None, HeadShape | None]) -> tuple[float, HeadShape]:
     window, heads = kind
     return float("inf") if window is None else window, heads or (0, 0)
 
 
-def sized(groups: Sequence[CacheGroup], *, heads: Heads, kv_dtype: str) -> tuple[CacheGroup, ...]:
+def sized(groups: Sequence[CacheGroup], *, heads: HeadShape, kv_dtype: str) -> tuple[CacheGroup, ...]:
     """The groups with their bytes. `heads`: of the groups that name none."""
     named = [group if group.heads else replace(group, heads=heads) for group in groups]
     return tuple(replace(group, token_bytes=token_bytes(group, kv_dtype)) for group in named)

@@ -3,18 +3,14 @@
 from pagedcli.distributed import PagedBatchGenerator
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pagedcli.later import modules_of
 
 if TYPE_CHECKING:
+    from pagedcli.distributed import merge, ray_job
     from pagedcli.distributed.generator import PagedBatchGenerator
+else:
+    __getattr__ = modules_of(__name__, PagedBatchGenerator="generator")
 
-__all__ = ["PagedBatchGenerator"]
-
-
-def __getattr__(name: str) -> Any:
-    # loaded lazily: the generator imports torch, which the planner in this package does not need
-    if name == "PagedBatchGenerator":
-        from pagedcli.distributed.generator import PagedBatchGenerator
-
-        return PagedBatchGenerator
-    raise AttributeError(f"module 'pagedcli.distributed' has no attribute {name!r}")
+__all__ = ["PagedBatchGenerator", "merge", "ray_job"]

@@ -14,7 +14,7 @@ from pagedcli.batch.lines import Line
 from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_schema, cells_of, columns_of, lines_of, require_pyarrow
 from pagedcli.batch.prompts import NO_SCORES, BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
-from pagedcli.batch.rows import Row, RowWriter
+from pagedcli.batch.rows import RowWriter, WrittenRow
 from pagedcli.batch.stream import RowStream
 from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.errors import UsageError
@@ -79,7 +79,7 @@ class PagedBatchGenerator:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._submit, lines, pending)  # blocks while the engine has enough to do
         rows = await asyncio.wrap_future(pending.rows)
-        answers = [cells_of(Row.of(row)) for row in rows]
+        answers = [cells_of(WrittenRow.of(row)) for row in rows]
         for answer in answers:
             if answer["error"] is not None:
                 del answer["error"]["line"]  # a row of a dataset has no number

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pagedcli.kvevents import wire
 from pagedcli.kvevents.formats import decode_batch
-from pagedcli.kvevents.tree import MAX_BLOCKS, Cause, CurvePoint, History, LargerCache, PrefixTree, curve
+from pagedcli.kvevents.tree import MAX_BLOCKS, Cause, CurvePoint, History, LargerCache, ServerTree, curve
 from pagedcli.printable import byte_text
 
-Verdict = Literal["next", "first", "gap", "repeated", "restarted"]
+MessagePlace = Literal["next", "first", "gap", "repeated", "restarted"]
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class SequenceCheck:
     num_repeated: int = 0  # messages, ignored
     num_restarts: int = 0
 
-    def judge(self, seq: int, time_s: float | None) -> Verdict:
+    def judge(self, seq: int, time_s: float | None) -> MessagePlace:
         """Classify a message by its number. Changes nothing.
 
         A lower number than expected with a later time comes from a restarted publisher; otherwise it is a message
@@ -50,7 +50,7 @@ class SequenceCheck:
             return self.next_seq
         return 0 if seq and verdict in ("first", "restarted") else None
 
-    def take(self, first: int, last: int, time_s: float | None) -> Verdict:
+    def take(self, first: int, last: int, time_s: float | None) -> MessagePlace:
         """Count a message with these numbers, which are equal if messages, not events, are numbered."""
         verdict = self.judge(first, time_s)
         if verdict == "repeated":
@@ -85,7 +85,7 @@ class Publisher:
     source: int
     name: str  # the endpoint, with the topic where there are several
     sequence: SequenceCheck = field(default_factory=SequenceCheck)
-    trees: dict[str, PrefixTree] = field(default_factory=dict)  # cache group -> its tree
+    trees: dict[str, ServerTree] = field(default_factory=dict)  # cache group -> its tree
     spec_kinds: dict[str, str] = field(default_factory=dict)  # cache group -> kind of attention
     objects: dict[str, tuple[wire.BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # hash, media
     rank: int | None = None
@@ -183,7 +183,7 @@ class KVState:
 
     def _read(
         self, frames: Sequence[bytes], time_s: float | None, source: int
-    ) -> tuple[wire.Message, wire.Batch] | None:
+    ) -> tuple[wire.Frames, wire.Batch] | None:
         self.num_messages += 1
         self._tick(time_s)
         try:
@@ -195,7 +195,7 @@ class KVState:
             self._malformed(source, str(error))
             return None
 
-    def _take(self, message: wire.Message, batch: wire.Batch, time_s: float | None, source: int) -> None:
+    def _take(self, message: wire.Frames, batch: wire.Batch, time_s: float | None, source: int) -> None:
         publisher = self._publisher(source, message.topic)
         num_restarts = 0 if publisher is None else publisher.sequence.num_restarts
         if publisher is None or not self._in_order(publisher, message, batch):
@@ -258,7 +258,7 @@ class KVState:
             publisher = self.publishers[key] = Publisher(source, name)
         return publisher
 
-    def _in_order(self, publisher: Publisher, message: wire.Message, batch: wire.Batch) -> bool:
+    def _in_order(self, publisher: Publisher, message: wire.Frames, batch: wire.Batch) -> bool:
         """Check the sequence numbers; False if the message was already applied."""
         if message.seq is not None:
             first = last = message.seq
@@ -337,7 +337,7 @@ class KVState:
             if isinstance(kind, str) and _group_name(event.group) in publisher.trees:
                 publisher.spec_kinds[_group_name(event.group)] = kind[:100]
 
-    def _note_stored(self, group: str, tree: PrefixTree, hashes: Sequence[wire.BlockHash]) -> None:
+    def _note_stored(self, group: str, tree: ServerTree, hashes: Sequence[wire.BlockHash]) -> None:
         for block_hash in hashes:
             node = tree.nodes.get(block_hash)
             if node is not None and node.num_copies:
@@ -381,14 +381,14 @@ class KVState:
         else:
             publisher.objects.pop(event.key, None)
 
-    def _tree(self, publisher: Publisher, group: str | None) -> PrefixTree:
+    def _tree(self, publisher: Publisher, group: str | None) -> ServerTree:
         name = _group_name(group)
         tree = publisher.trees.get(name)
         if tree is None:
             if len(publisher.trees) >= _MAX_GROUPS:
                 self._malformed(publisher.source, "too many cache groups; the rest is counted with the first one")
                 return publisher.trees[next(iter(publisher.trees))]
-            tree = publisher.trees[name] = PrefixTree(self.history, LargerCache(self._larger) if self._larger else None)
+            tree = publisher.trees[name] = ServerTree(self.history, LargerCache(self._larger) if self._larger else None)
         return tree
 
     def _count_values(self, extra: dict[str, Any]) -> None:
@@ -405,7 +405,7 @@ class KVState:
     # ------------------------------------------------------------------ questions
 
     @property
-    def trees(self) -> list[PrefixTree]:
+    def trees(self) -> list[ServerTree]:
         return [tree for publisher in self.publishers.values() for tree in publisher.trees.values()]
 
     @property

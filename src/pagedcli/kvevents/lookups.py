@@ -19,9 +19,9 @@ from pagedcli.kvevents import wire
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import Applied, KVState, Publisher
 from pagedcli.kvevents.tree import MAX_TOKEN_BYTES
-from pagedcli.views.explain import Earlier, Ghosts, Lookup, Reason
+from pagedcli.views.explain import EarlierSequences, Ghosts, Lookup, Reason
 
-Content = int | str
+BlockHash = int | str
 _MOST_COMPARED = 256  # blocks after the same ones, the newest
 
 
@@ -51,7 +51,7 @@ class Lookups:
     requests: list[SeenRequest] = field(default_factory=list)
     block_size: int | None = None
     has_ids: bool = True  # whether tokens are ids; else digests, which only tell where prompts differ
-    _nodes: dict[tuple[int, Content], int] = field(default_factory=dict)
+    _nodes: dict[tuple[int, BlockHash], int] = field(default_factory=dict)
     _parents: list[int] = field(default_factory=list)
     _tokens: "dict[int, array[int]]" = field(default_factory=dict)  # node -> token ids of the block
     _num_kept: int = 0  # tokens
@@ -67,7 +67,7 @@ class Lookups:
             yield node
             node = self._parents[node]
 
-    def add(self, parent: int, content: Content) -> int:
+    def add(self, parent: int, content: BlockHash) -> int:
         """The node of a block after another one."""
         node = self._nodes.setdefault((parent, content), len(self._parents))
         if node == len(self._parents):
@@ -86,7 +86,7 @@ class Lookups:
 
     def lookups(self) -> list[Lookup]:
         """The requests as lookups. Of their tokens only full blocks are known."""
-        found, earlier, salts, size = list[Lookup](), Earlier(), dict[str, str](), self.block_size or 0
+        found, earlier, salts, size = list[Lookup](), EarlierSequences(), dict[str, str](), self.block_size or 0
         for number, each in enumerate(self.requests):
             tokens, split = self._chain(each.end), None
             if tokens is not None:
@@ -283,7 +283,7 @@ def _tokens_of(event: wire.Stored) -> "array[int] | None":
     return ids if ids is not None and len(ids) == event.block_size * len(event.hashes) else None
 
 
-def _contents(event: wire.Stored) -> Iterator[Content]:
+def _contents(event: wire.Stored) -> Iterator[BlockHash]:
     """What each block holds: a digest of its tokens, or its hash where there are none."""
     ids, size = _tokens_of(event), event.block_size
     if ids is None:

@@ -1,12 +1,10 @@
-"""Reads the /metrics of vLLM or SGLang: requests, usage, queries and hits, each with its time window.
-
-Importing this raises UsageError where prometheus_client, an optional dependency, is missing.
-"""
+"""Reads the /metrics of vLLM or SGLang: requests, usage, queries and hits, each with its time window."""
 
 import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pagedcli.errors import UsageError
@@ -14,13 +12,6 @@ from pagedcli.printable import one_line
 from pagedcli.process import Closes
 from pagedcli.records import Means, number
 from pagedcli.remote import Remote, ServerError, checked_url, shown_url
-
-try:
-    from prometheus_client.parser import text_string_to_metric_families
-except ModuleNotFoundError as error:
-    raise UsageError(
-        "--metrics needs prometheus_client, which is not installed", hint="pip install 'pagedcli[attach]'"
-    ) from error
 
 _TIMEOUT_S = 3.0
 _EVERY_S = 2.0
@@ -64,6 +55,8 @@ class Metrics:
 
     def read(self, text: str) -> None:
         """Add a reading in Prometheus' text format. Raises: ValueError if it is malformed."""
+        from prometheus_client.parser import text_string_to_metric_families
+
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -115,7 +108,11 @@ class Scraper(Closes):
     """Reads /metrics every few seconds, in a thread: a slow server must not block the view."""
 
     def __init__(self, url: str) -> None:
-        """Raises: UsageError for what is not a URL."""
+        """Raises: UsageError for what is not a URL, or where prometheus_client, an optional dependency, is missing."""
+        if find_spec("prometheus_client") is None:
+            raise UsageError(
+                "--metrics needs prometheus_client, which is not installed", hint="pip install 'pagedcli[attach]'"
+            )
         self.metrics = Metrics()
         self.problem: str | None = None  # why the last reading failed
         self._url = checked_url(url, example="http://localhost:8000/metrics", has_query=True)

@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from pagedcli.errors import UsageError
+from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.kvevents.wire import END_OF_REPLAY, MAX_PAYLOAD_BYTES, WireError, split_frames
 from pagedcli.process import Closes
+from pagedcli.trace.fold import Fold
+from pagedcli.trace.state import PoolState
 
 try:
     import zmq
@@ -204,6 +207,11 @@ class PublisherSocket(Closes):
         self._socket.close()
         self._replay.close()
         self._context.term()
+
+
+def publisher(socket: PublisherSocket) -> Fold:
+    """An observer of the engine's events that publishes them."""
+    return Fold(PoolState(), KVEventPublisher(socket.send))
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:

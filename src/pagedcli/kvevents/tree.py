@@ -76,7 +76,7 @@ class History:
             self.token_bytes, node.tokens = token_bytes, tokens
 
 
-class PrefixTree:
+class ServerTree:
     """A tree changed by `store`, `remove`, `clear` and `move`, with counts. Unknown times are None."""
 
     def __init__(self, history: History | None = None, larger: "LargerCache | None" = None) -> None:
@@ -223,13 +223,13 @@ class PrefixTree:
 _SHOWN_TOKENS = 24  # tokens of a branch, decoded
 
 
-class Shape:
+class TreeShape:
     """Children, sizes and depths of a tree's resident blocks.
 
     Lists by place: parents come before their children. Plain numbers, as there may be a million blocks.
     """
 
-    def __init__(self, tree: PrefixTree) -> None:
+    def __init__(self, tree: ServerTree) -> None:
         self.nodes = list(tree.resident())
         self.parents = self._parents()  # places; -1: begins a prompt, or its parent is gone or unknown
         if not all(map(lt, self.parents, range(len(self.nodes)))):
@@ -305,16 +305,16 @@ class Shapes:
     """The shapes of trees that do not change meanwhile, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[PrefixTree, Shape] = {}
+        self._known: dict[ServerTree, TreeShape] = {}
 
-    def __call__(self, tree: PrefixTree) -> Shape:
+    def __call__(self, tree: ServerTree) -> TreeShape:
         if tree not in self._known:
-            self._known[tree] = Shape(tree)
+            self._known[tree] = TreeShape(tree)
         return self._known[tree]
 
 
 @dataclass(slots=True)
-class Branch:
+class TreeBranch:
     """A run of blocks without a fork, and the size of its subtree."""
 
     nodes: list[Node]
@@ -326,9 +326,9 @@ class Branch:
     order: tuple[int, ...] = field(default=())
 
 
-def largest_branches(shape: Shape, most: int) -> list[Branch]:
+def largest_branches(shape: TreeShape, most: int) -> list[TreeBranch]:
     """The branches with the most tokens, in tree order: a branch follows the one it continues."""
-    chosen: list[Branch] = []
+    chosen: list[TreeBranch] = []
     queue: list[tuple[int, tuple[int, ...], int]] = []
 
     def offer(places: list[int], order: tuple[int, ...]) -> None:
@@ -343,13 +343,13 @@ def largest_branches(shape: Shape, most: int) -> list[Branch]:
         children = shape.children(run[-1])
         nodes, num_blocks = [shape.nodes[place] for place in run], shape.num_blocks[first]
         chosen.append(
-            Branch(nodes, len(order) - 1, shape.depth[first], len(children), num_blocks, -negative_tokens, order)
+            TreeBranch(nodes, len(order) - 1, shape.depth[first], len(children), num_blocks, -negative_tokens, order)
         )
         offer(children, order)
     return sorted(chosen, key=lambda branch: branch.order)
 
 
-def branch_label(branch: Branch, decode: Decode | None) -> str:
+def branch_label(branch: TreeBranch, decode: Decode | None) -> str:
     """The text at the beginning of a branch, or the hash of its first block."""
     if decode is not None:
         ids = token_ids(branch.nodes[:2])[:_SHOWN_TOKENS]

@@ -96,7 +96,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Frames:
     """The parsed frames of one message."""
 
     topic: bytes
@@ -108,7 +108,7 @@ class Message:
         return self.seq == END_OF_REPLAY
 
 
-def split_frames(frames: Sequence[bytes]) -> Message:
+def split_frames(frames: Sequence[bytes]) -> Frames:
     """Split a multipart message: [topic, seq, payload], a replay's [seq, payload] or [topic, seq, payload] after any
     routing frames, or the payload alone. Raises: WireError."""
     if not 1 <= len(frames) <= 6:
@@ -116,13 +116,13 @@ def split_frames(frames: Sequence[bytes]) -> Message:
     if len(frames[-1]) > MAX_PAYLOAD_BYTES:
         raise WireError(f"a payload of {len(frames[-1]):,} bytes; the limit is {MAX_PAYLOAD_BYTES:,}")
     if len(frames) == 1:
-        return Message(b"", None, frames[0])
+        return Frames(b"", None, frames[0])
     if len(frames[-2]) != 8:
         raise WireError("a sequence number that is not 8 bytes")
     topic = frames[-3] if len(frames) > 2 else b""
     if len(topic) > MAX_NAME_CHARS:
         raise WireError("a topic that is too long")
-    return Message(topic, int.from_bytes(frames[-2], "big"), frames[-1])
+    return Frames(topic, int.from_bytes(frames[-2], "big"), frames[-1])
 
 
 def decode_payload(payload: bytes) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedcli import layers
 from pagedcli.layers.basic import fused_layers
 from pagedcli.native import loaded_library
 from pagedcli.native.structs import DTYPE_CODES, bind
@@ -37,9 +38,7 @@ def choose_tokens(
     if num_drawn == 0:
         return likeliest_tokens(logits)
     if logits.is_cuda and fused_layers():
-        from pagedcli.layers.triton_sampling import choose_tokens as choose_tokens_without_a_sort
-
-        return choose_tokens_without_a_sort(logits, temperature, uniform, limits)
+        return layers.triton_sampling.choose_tokens(logits, temperature, uniform, limits)
     floor = None if limits is None else floors(logits, temperature, limits)
     if (native := _kernels(logits)) is not None:
         return _native_draw(native, logits, temperature, uniform, floor)
@@ -215,9 +214,7 @@ def penalize_repeated(scores: Tensor, seen: Tensor, rows: Tensor, places: Tensor
     Shapes:  scores [R, V] float32, contiguous; seen [places, V] uint8; rows, places [P] int64; penalty [P] float32.
     """
     if scores.is_cuda and fused_layers():
-        from pagedcli.layers import triton_sampling
-
-        triton_sampling.penalize(scores, seen, rows, places, penalty, penalty)
+        layers.triton_sampling.penalize(scores, seen, rows, places, penalty, penalty)
         return
     found, tokens = _marked(seen, places)
     at = rows[found] * scores.shape[1] + tokens
@@ -235,9 +232,7 @@ def penalize_counted(
              float32.
     """
     if scores.is_cuda and fused_layers():
-        from pagedcli.layers import triton_sampling
-
-        triton_sampling.penalize(scores, counts, rows, places, frequency, presence)
+        layers.triton_sampling.penalize(scores, counts, rows, places, frequency, presence)
         return
     found, tokens = _marked(counts, places)
     at = rows[found] * scores.shape[1] + tokens
@@ -259,9 +254,7 @@ def mask_tokens(scores: Tensor, rows: Tensor, words: Tensor) -> None:
     """Set the scores of tokens without a bit to -inf. Shapes: scores [R, V] float32; rows [G] int64; words [G, V / 32]
     int32, lowest bit first."""
     if scores.is_cuda and fused_layers():
-        from pagedcli.layers import triton_sampling
-
-        triton_sampling.mask_tokens(scores, rows, words)
+        layers.triton_sampling.mask_tokens(scores, rows, words)
         return
     shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
     allowed = (words.view(torch.uint8)[:, :, None] >> shifts) & 1

@@ -143,6 +143,7 @@ class TritonLinear:
         constants, launch = linear_constants(weight, num_tokens, processors_of(x.device))
         num_splits = -(-weight.num_in // constants["LENGTH"])
         blocks = -(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"])
+        # a kernel takes a pointer even where it reads no bias
         bias, has_bias = x if self._bias is None else self._bias, self._bias is not None
         sums = out if num_splits == 1 else out.new_empty((num_splits, *out.shape), dtype=torch.float32)
         arguments = (x, *weight.pointers, bias, sums, num_tokens)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedcli.attention.triton_launch import power_of_2
 
-SamplingLimits = tuple[Tensor, Tensor, Tensor]  # layers.sampling.SamplingLimits
+LimitTensors = tuple[Tensor, Tensor, Tensor]  # layers.sampling.SamplingLimits
 CHUNK = 4096  # logits per program: a row of 152k is 38 programs
 _BLOCK = 2048  # logits per round of a program that reads a whole row
 _PIVOTS = 8  # pivots per round of the search for a limit
@@ -19,7 +19,7 @@ _CANDIDATES = 8192  # so few are copied out of the row
 _EXACT_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low bits of a float32 that are zero for values of these types
 
 
-def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: SamplingLimits | None = None) -> Tensor:
+def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: LimitTensors | None = None) -> Tensor:
     """See layers.sampling.choose_tokens; greedy, drawn and limited rows in any mixture."""
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
@@ -55,7 +55,7 @@ def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: 
     return out
 
 
-def smallest_kept(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
+def smallest_kept(logits: Tensor, temperature: Tensor, limits: LimitTensors) -> Tensor:
     """See layers.sampling.smallest_kept; -inf for greedy rows and for rows without limits, which cost nothing."""
     num_rows, vocab_size = logits.shape
     num_chunks = -(-vocab_size // CHUNK)

@@ -6,11 +6,11 @@ One of the decoders of models.loading. If attention runs on the project's CPU ke
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pagedcli import layers
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
@@ -33,9 +33,6 @@ from pagedcli.models.spec import Mixer, ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype
 from pagedcli.models.tensors import Parameter, linear_formats
 from pagedcli.models.weights import open_weights
-
-if TYPE_CHECKING:
-    from pagedcli.layers.triton_experts import GroupedExperts
 
 
 class Decoder:
@@ -235,7 +232,7 @@ class LayerBuilder(TorchParts):
             parallel=self._request.parallel,
         )
 
-    def _mixture(self, key: str, spec: Experts) -> "ExpertLoop | GroupedExperts":
+    def _mixture(self, key: str, spec: Experts) -> "ExpertLoop | layers.triton_experts.GroupedExperts":
         """All experts of a layer, and their routing."""
         numbers = spec.scale, spec.least_sum, spec.groups, spec.nearness
         routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, *numbers)
@@ -246,11 +243,10 @@ class LayerBuilder(TorchParts):
         if not groups_experts(self._spec, self._request.backend):
             experts = [self._expert(each, spec.each) for each in keys]
             return ExpertLoop(experts, routing, router_bias, expert_scales)
-        from pagedcli.layers.triton_experts import GroupedExperts
 
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
         biases = gate_up_bias, down_bias if self._request.parallel.rank == 0 else None
-        grouped = GroupedExperts(
+        grouped = layers.triton_experts.GroupedExperts(
             gate_up,
             down,
             routing,

@@ -78,13 +78,13 @@ def footprint(
     if shard is not None:
         parameters = shard(parameters)
     tables = {key: parameters.pop(key) for key in list(parameters) if key in ("embedding", "lm_head")}
-    second = parameters.pop("layer_table", None)  # embeddings of layers
+    layer_table = parameters.pop("layer_table", None)  # embeddings that layers add
     layers = experts = vectors = Weights()
     for key, parameter in parameters.items():
         count = counted[key][1]
         if parameter.stored is VECTOR:
-            wide = parameter.dtype == "float32"
-            vectors += _weights(parameter, math.prod(parameter.shape) * (4 if wide else itemsize), count)
+            each = 4 if parameter.dtype == "float32" else itemsize
+            vectors += _weights(parameter, math.prod(parameter.shape) * each, count)
             continue
         modules = {name.removesuffix(".weight"): shape[0] for name, shape in parameter.kept_shapes.items()}
         layer_format = AS_STORED if parameter.layer_format is None else joined_format(formats, modules)
@@ -99,8 +99,8 @@ def footprint(
         else:
             layers += found
     embedding, head = _tables(tables, formats, kernels, itemsize, is_alone=shard is None)
-    if second is not None:
-        embedding += _weights(second, math.prod(second.shape) * itemsize, 1)
+    if layer_table is not None:
+        embedding += _weights(layer_table, math.prod(layer_table.shape) * itemsize, 1)
     share = spec.experts.share if spec.experts is not None else 0.0
     return Footprint(
         layers=layers, experts=experts, vectors=vectors, embedding=embedding, head=head, share_of_experts=share

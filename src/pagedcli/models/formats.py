@@ -9,20 +9,15 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
+from pagedcli import layers, native
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.later import torch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pagedcli.layers.linear import LinearLayer
-    from pagedcli.layers.native_linear import NativeLinear
-    from pagedcli.layers.quantized import CodedWeight, Weight
-
 # The stored tensors of a linear layer by suffix: of each of its modules, or of all as one (WeightFormat.stacks).
+Tensor: TypeAlias = "torch.Tensor"
 Modules: TypeAlias = "Sequence[Mapping[str, Tensor]]"
 Init = Literal["normal", "bits"] | float  # noise, random bits, or a constant
 DEVIATION = 0.02  # standard deviation of dummy weights
@@ -83,7 +78,7 @@ class LayerFormat:
         """The tensors of a module."""
         raise NotImplementedError
 
-    def read(self, module: "Mapping[str, Tensor]") -> "CodedWeight":
+    def read(self, module: "Mapping[str, Tensor]") -> "layers.quantized.CodedWeight":
         """A module's weight as stored, [out, in]."""
         raise NotImplementedError
 
@@ -102,11 +97,9 @@ class LayerFormat:
         kept = self if self.why_widened(kernels, itemsize) is None else AS_STORED
         return padded_rows(shape[0], kernels, gated=gated) * kept.row_bytes(shape[1], itemsize, kernels)
 
-    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "layers.quantized.Weight":
         """The weight [out, in] that `kernels` multiply by: as stored, or widened to `dtype` where they cannot."""
-        from pagedcli.layers.quantized import stacked
-
-        weight = stacked([self.read(module) for module in modules])
+        weight = layers.quantized.stacked([self.read(module) for module in modules])
         return weight if self.why_widened(kernels, dtype.itemsize) is None else weight.dequantized(dtype)
 
     def widened(self, modules: Modules, dtype: "torch.dtype") -> "Tensor":
@@ -115,20 +108,16 @@ class LayerFormat:
 
     def linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", kernels: Kernels, *, gated: bool = False
-    ) -> "LinearLayer":
+    ) -> "layers.linear.LinearLayer":
         """The layer by `kernels` for activations of `dtype`, on the device of the tensors. `gated`: with silu(gate) *
         up in the same pass, by kernels that can."""
         if kernels == "cpu":
             return self.native_linear(modules, bias, dtype, gated=gated)
-        from pagedcli.layers.linear import Linear
-        from pagedcli.layers.quantized import CodedWeight
-
         weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
-        if not isinstance(weight, CodedWeight):
-            return Linear(weight, bias)
-        from pagedcli.layers.triton_products import TritonLinear  # only where triton is installed
+        if not isinstance(weight, layers.quantized.CodedWeight):
+            return layers.linear.Linear(weight, bias)
 
-        return TritonLinear(weight, bias)
+        return layers.triton_products.TritonLinear(weight, bias)
 
     def output_layer(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", kernels: Kernels, tied: "Tensor | None"
@@ -139,21 +128,19 @@ class LayerFormat:
             packed = self.native_linear(modules, bias, dtype)
             rows = packed.weight_rows if self.keeps_rows else None
             return functools.partial(packed, in_float32=True), packed.nbytes, rows
-        from pagedcli.layers.linear import Linear, OutputLinear
 
         weight = self.widened(modules, dtype) if tied is None else tied
-        make = Linear if dtype.itemsize == 4 else OutputLinear
+        make = layers.linear.Linear if dtype.itemsize == 4 else layers.linear.OutputLinear
         return make(weight, _with_biases(modules, bias, dtype)), 0 if tied is not None else weight.nbytes, None
 
     def native_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
-    ) -> "NativeLinear":
+    ) -> "layers.native_linear.NativeLinear":
         """The layer by the CPU kernels. Raises: BackendError for a shape or dtype that they cannot pack."""
-        from pagedcli.layers.native_linear import NativeLinear
-        from pagedcli.native import load_library
-
         weight, bias = self.weight(modules, dtype, "cpu"), _with_biases(modules, bias, dtype)
-        return NativeLinear(load_library(), weight, bias, gated=gated, quantization=self.packing, dtype=dtype)
+        return layers.native_linear.NativeLinear(
+            native.load_library(), weight, bias, gated=gated, quantization=self.packing, dtype=dtype
+        )
 
 
 def _with_biases(modules: Modules, bias: "Tensor | None", dtype: "torch.dtype") -> "Tensor | None":
@@ -274,10 +261,9 @@ class MixedLayer(LayerFormat):
 
     def native_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
-    ) -> "NativeLinear":
+    ) -> "layers.native_linear.NativeLinear":
         if gated:
             return super().native_linear(modules, bias, dtype, gated=True)
-        from pagedcli.layers.native_linear import NativeLinear
 
         linears, start = [], 0
         for layer_format, part in self._parts():
@@ -285,7 +271,7 @@ class MixedLayer(LayerFormat):
             own_bias = None if bias is None else bias[start:end]
             linears.append(layer_format.native_linear(modules[part], own_bias, dtype))
             start = end
-        return NativeLinear.side_by_side(linears)
+        return layers.native_linear.NativeLinear.side_by_side(linears)
 
     def _parts(self) -> list[tuple[LayerFormat, slice]]:
         """Neighbours of the same format."""

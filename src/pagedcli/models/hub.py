@@ -3,6 +3,8 @@
 from importlib.resources import files
 from pathlib import Path
 
+import huggingface_hub
+
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.errors import MissingModelError, ModelError
 from pagedcli.models.gguf.header import check_regular, find_gguf, is_gguf, read_header
@@ -76,32 +78,29 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _download(model: str, revision: str | None, weights: bool) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-
     unwanted = _UNWANTED if weights else [*_UNWANTED, "*.safetensors"]
     try:
         folder = huggingface_hub.snapshot_download(
             model, revision=revision, allow_patterns=_WANTED, ignore_patterns=unwanted
         )
-    except errors.HFValidationError as error:
+    except huggingface_hub.errors.HFValidationError as error:
         raise ModelError(f"no folder {model!r}, and it is not a valid Hub id ({error})") from error
-    except errors.GatedRepoError as error:
+    except huggingface_hub.errors.GatedRepoError as error:
         raise ModelError(
             f"the Hub model {model!r} is gated", hint="accept its licence on the Hub, then set HF_TOKEN"
         ) from error
-    except errors.RevisionNotFoundError as error:
+    except huggingface_hub.errors.RevisionNotFoundError as error:
         raise ModelError(f"the Hub model {model!r} has no revision {revision!r}") from error
-    except errors.RepositoryNotFoundError as error:
+    except huggingface_hub.errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"no folder {model!r} here, and no such model on the Hub",
             hint="check the spelling; a private model needs HF_TOKEN",
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+    except (huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.OfflineModeIsEnabled) as error:
         raise ModelError(
             f"no folder {model!r} here, and the Hub cannot be reached to download it (nothing cached either)",
             hint="check the path given with -m/--model, or the network",
         ) from error
-    except errors.HfHubHTTPError as error:
+    except huggingface_hub.errors.HfHubHTTPError as error:
         raise ModelError(f"the download of {model!r} failed: {error}", hint="try again later") from error
     return Path(folder)

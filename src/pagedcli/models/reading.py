@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pagedcli import models
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import check_supported, convert, has_own_head, read_json, stop_ids
 from pagedcli.models.families.registry import FAMILIES, defaults
@@ -41,10 +42,8 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
     if quantization is not None or config.get("quantization_config"):
         method = "bitsandbytes" if quantization is None else quantization.method
         raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
-    # AutoConfig has the defaults of every other family; only this import may load transformers
-    from pagedcli.models.transformers_fallback import read_fallback_spec
-
-    return read_fallback_spec(path, trust_remote_code=trust_remote_code)
+    # AutoConfig has the defaults of every other family; only this may load transformers
+    return models.transformers_fallback.read_fallback_spec(path, trust_remote_code=trust_remote_code)
 
 
 def _gguf_spec(path: Path) -> ModelSpec:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagedcli import layers
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.recurrent import (
     StateHeads,
@@ -28,9 +29,8 @@ def triton_kernels(x: Tensor) -> Any:
     """The module triton_recurrent where it serves a layer's input: on a GPU on which Triton runs. Else None."""
     if not x.is_cuda or fused_layers() is None:
         return None
-    from pagedcli.layers import triton_recurrent
 
-    return triton_recurrent
+    return layers.triton_recurrent
 
 
 class GatedDeltaNet:

@@ -7,17 +7,14 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pagedcli import layers, models
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
+from pagedcli.later import torch
 from pagedcli.models.formats import AS_STORED, LayerFormat, StoredTensor, WeightFormat, kernels_note
 from pagedcli.models.packing import Packing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pagedcli.layers.quantized import CodedWeight
 
 _LONGEST_PATTERN = 2000  # characters
 _LARGEST_PATTERN = 2**23  # bytes, compiled
@@ -77,14 +74,10 @@ class StoredQuantization(Packing, LayerFormat):
 
     @functools.cached_property
     def stored(self) -> tuple[StoredTensor, ...]:
-        from pagedcli.models.packed_formats import LAYOUTS
+        return models.packed_formats.LAYOUTS[self.layout][0](self)
 
-        return LAYOUTS[self.layout][0](self)
-
-    def read(self, module: "Mapping[str, Tensor]") -> "CodedWeight":
-        from pagedcli.models.packed_formats import LAYOUTS
-
-        return LAYOUTS[self.layout][1](module, self)
+    def read(self, module: "Mapping[str, torch.Tensor]") -> "layers.quantized.CodedWeight":
+        return models.packed_formats.LAYOUTS[self.layout][1](module, self)
 
     def why_widened(self, kernels: Kernels, itemsize: int) -> str | None:
         is_float8 = self.layout in ("float8", "mxfp8")
@@ -111,9 +104,8 @@ class StoredQuantization(Packing, LayerFormat):
             return -(-num_columns // 16) * 9 + -(-num_columns // 256) * 4
         if self.bits == 8 and self.group_size is None and self.symmetric:
             return -(-num_columns // 4) * 4 + 8  # 8: a scale and a sum
-        from pagedcli.layers.quantized import chunk_columns
 
-        chunk = chunk_columns(num_columns, self.group_size)
+        chunk = layers.quantized.chunk_columns(num_columns, self.group_size)
         header = 2 if self.layout == "mxfp4" else 3 if self.bits == 4 else 5  # a scale, and mostly a zero point
         return -(-num_columns // chunk) * (chunk * self.bits // 8 + header)
 

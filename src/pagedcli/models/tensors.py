@@ -3,13 +3,11 @@ torch: dtypes are names."""
 
 from collections.abc import Container, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pagedcli.errors import ModelError
+from pagedcli.later import torch
 from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, MixedLayer, Modules, StoredTensor, WeightFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class RankPart:
     first: int
     end: int
 
-    def of(self, tensor: "Tensor") -> "Tensor":
+    def of(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """A view of the tensor."""
         return tensor.narrow(self.dim, self.first, self.end - self.first)
 
@@ -62,11 +60,11 @@ class Parameter:
             return shapes[0]
         return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
-    def kept(self, name: str, tensor: "Tensor") -> "Tensor":
+    def kept(self, name: str, tensor: "torch.Tensor") -> "torch.Tensor":
         """The part of a checkpoint tensor that is kept."""
         return self.parts[name].of(tensor) if name in self.parts else tensor
 
-    def scaled(self, tensor: "Tensor") -> "Tensor":
+    def scaled(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """The stacked tensor times its factors."""
         if not self.factors:
             return tensor
@@ -224,7 +222,7 @@ def linear_names(names: Container[str], key: str, layer_format: LayerFormat) -> 
     return modules
 
 
-def take_linear(tensors: "MutableMapping[str, Tensor]", key: str, layer_format: LayerFormat) -> "Modules":
+def take_linear(tensors: "MutableMapping[str, torch.Tensor]", key: str, layer_format: LayerFormat) -> "Modules":
     """The tensors of a linear layer's modules. Changes: tensors, from which they are removed."""
     modules = linear_names(tensors, key, layer_format)
     return [{suffix: tensors.pop(name) for suffix, name in module.items()} for module in modules]

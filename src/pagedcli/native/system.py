@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from pagedcli.later import torch
 
 HUGE_PAGE = 1 << 21  # bytes
 _MADV_HUGEPAGE = 14
 
 
-def empty_in_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
+def empty_in_huge_pages(count: int, dtype: "torch.dtype") -> "torch.Tensor":
     """An uninitialized CPU tensor [count], aligned to a huge page, with huge pages requested."""
     num_bytes = count * dtype.itemsize
     if num_bytes < HUGE_PAGE:
@@ -27,7 +26,7 @@ def empty_in_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def ask_for_huge_pages(tensor: Tensor) -> None:
+def ask_for_huge_pages(tensor: "torch.Tensor") -> None:
     """Request huge pages for the part of a fresh CPU tensor that is aligned to them. Linux only."""
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return

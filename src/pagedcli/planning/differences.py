@@ -274,12 +274,12 @@ def moved(
 
 
 def _shared_beginnings(texts: Sequence[str]) -> list[int]:
-    """Per text, the characters that any other begins with, too. A little more that few share, by chance or as the
-    usual beginning of a question, does not count: what is put behind it would stand in the middle of the question."""
+    """Per text, the length of the beginning that it shares with others. A slightly longer one that only few share, by
+    chance or as the usual beginning of a question, is not taken: what is put after it would be inside the question."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
     lengths = [common_prefix(texts[a], texts[b]) for a, b in pairwise(order)]
-    # place -> the nearest place with less, of the two around it the one with more; or the first of those equal to it,
-    # so that a way up is no longer than there are different lengths
+    # a Cartesian tree: the parent of a place is the nearest one with a smaller length, of the two on its sides the one
+    # with the larger; or the first of those equal to it, so that paths are no longer than there are different lengths
     parents: list[int | None] = []
     stack: list[int] = []
     for place, length in enumerate(lengths):

@@ -24,7 +24,7 @@ _NONE = np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class EqualWindow:
     """A window of tokens that two prompts have after different beginnings."""
 
     row: int
@@ -37,7 +37,7 @@ class Pair:
 class EqualRuns:
     """What prompts have in common after they diverge."""
 
-    pairs: list[Pair]  # one of each prompt that has such a window
+    pairs: list[EqualWindow]  # one of each prompt that has such a window
     share: float  # share of all tokens in such windows, roughly
 
 
@@ -81,7 +81,7 @@ def equal_runs(prompts: Sequence[Ids], block_size: int, ignored: Sequence[Ids] =
     _, one = np.unique(windows.rows[mine], return_index=True)
     mine, theirs = mine[one], theirs[one]
     columns = windows.rows[mine], windows.places[mine], windows.rows[theirs], windows.places[theirs]
-    return EqualRuns([Pair(*map(int, each)) for each in zip(*columns, strict=True)], share)
+    return EqualRuns([EqualWindow(*map(int, each)) for each in zip(*columns, strict=True)], share)
 
 
 def common_prefix(a: str, b: str) -> int:

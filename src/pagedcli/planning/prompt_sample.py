@@ -11,7 +11,7 @@ MOST_TOKENS_OF_ALL = 2**26  # limit with that flag
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SaltedPrompt:
     """The tokens of a prompt; only prompts of the same salt share blocks."""
 
     token_ids: Sequence[int]
@@ -25,7 +25,7 @@ class PromptSample:
     most_rows: float = MOST_ROWS
     most_tokens: float = MOST_TOKENS
     num_seen: int = 0
-    _kept: list[tuple[int, int, Prompt]] = field(default_factory=list)  # a heap: the largest hash first
+    _kept: list[tuple[int, int, SaltedPrompt]] = field(default_factory=list)  # a heap: the largest hash first
     _num_tokens: int = 0
 
     @classmethod
@@ -42,11 +42,11 @@ class PromptSample:
         digest = xxhash.xxh64_intdigest(number.to_bytes(8, "little"))
         if self.num_seen > len(self._kept) + 1 and digest >= -self._kept[0][0]:
             return  # some have gone, and this would be the next
-        heapq.heappush(self._kept, (-digest, number, Prompt(token_ids, salt)))
+        heapq.heappush(self._kept, (-digest, number, SaltedPrompt(token_ids, salt)))
         self._num_tokens += len(token_ids)
         while len(self._kept) > self.most_rows or (self._num_tokens > self.most_tokens and len(self._kept) > 1):
             self._num_tokens -= len(heapq.heappop(self._kept)[2].token_ids)
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[SaltedPrompt]:
         return [prompt for _, _, prompt in sorted(self._kept, key=lambda each: each[1])]

@@ -8,7 +8,7 @@ from pagedcli.records import hash_text
 from pagedcli.show.tables import Table, table
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import Decode
-from pagedcli.views.block_life import BlockLife, Content, Tenure
+from pagedcli.views.block_life import BlockLife, HeldContent, Tenure
 from pagedcli.views.cache_groups import group_of, group_words
 from pagedcli.views.rows import ShownRow, tokens_in_block
 from pagedcli.views.words import when
@@ -35,7 +35,7 @@ class _ContentRow(ShownRow):
     token_ids: tuple[int, ...] | None
     text: str | None
 
-    def __init__(self, content: Content, decode: Decode | None) -> None:
+    def __init__(self, content: HeldContent, decode: Decode | None) -> None:
         super().__init__(content)
         self.hash, self.text = hash_text(content.hash), _text(content.token_ids, decode)
 

@@ -5,7 +5,8 @@ Written row by row in bounded memory under temporary names; they appear when the
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,10 @@ from pagedcli.files import FileKind, PendingFile
 from pagedcli.later import parquet as pq
 from pagedcli.later import pyarrow as pa
 from pagedcli.records import Column
-from pagedcli.views.step_rows import TABLES, Row, file_columns
+from pagedcli.show.terminal import say
+from pagedcli.trace.fold import Fold, pool_fold
+from pagedcli.views.step_choice import StepChoice
+from pagedcli.views.step_rows import TABLES, Row, StepRows, file_columns
 
 _GROUP_ROWS = 1 << 16  # rows of a Parquet row group
 
@@ -181,3 +185,29 @@ class DataFiles:
         for file in self._files.values():
             file.discard()
         self._files = {}
+
+
+class DumpFiles:
+    """The data files of one run."""
+
+    def __init__(self, files: DataFiles, chosen: StepChoice) -> None:
+        self._files = files
+        self._rows = StepRows(files.write, chosen)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """What each is in a message -> its path."""
+        return {f"--dump-kv ({table})": path for table, path in self._files.paths.items()}
+
+    @contextmanager
+    def written(self) -> Iterator[Fold]:
+        """A fold of a run's events; its rows are in the files once the block ends. Raises: PagedcliError."""
+        try:
+            yield pool_fold(self._rows, keep_finished=False)
+        except BaseException:
+            self._files.discard()
+            raise
+        if self._files.close():
+            say(f"KV tables: {self._files.names}")
+            if not self._rows.num_steps:
+                say("note: the run has none of the chosen steps, so these tables are empty")

@@ -4,21 +4,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
+from pagedcli import kvevents
 from pagedcli.answers.why import Reasons, why_of_server
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Cause, CurvePoint, PrefixTree, Shape, Shapes, branch_label, largest_branches
+from pagedcli.kvevents.tree import Cause, CurvePoint, ServerTree, Shapes, TreeShape, branch_label, largest_branches
 from pagedcli.printable import one_line, plural
 from pagedcli.records import Means, Share, number
 from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.why_tables import salts_tables, server_tables
 from pagedcli.trace.tokens import Decode
-
-if TYPE_CHECKING:
-    from pagedcli.kvevents.scrape import Scraper
 
 Row = dict[str, Any]
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
@@ -136,7 +134,7 @@ def cache_rows(state: KVState, shapes: Shapes | None = None) -> list[CacheRow]:
     rows = []
     for publisher in state.publishers.values():
         for group, tree in publisher.trees.items():
-            shape = (shapes or Shape)(tree)
+            shape = (shapes or TreeShape)(tree)
             for medium in sorted(tree.copies.keys() | tree.capacity.keys()) or ["GPU"]:
                 copies = tree.copies.get(medium, {})
                 num_tokens = sum(tree.nodes[block_hash].num_tokens for block_hash in copies)
@@ -283,11 +281,11 @@ def _branches_table(state: KVState, decode: Decode | None, shapes: Shapes) -> Ta
     return table(_BranchRow, "branches", title, rows, columns)
 
 
-def _largest_trees(state: KVState) -> list[PrefixTree]:
+def _largest_trees(state: KVState) -> list[ServerTree]:
     return sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
 
 
-def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[_BranchRow]:
+def _branch_rows(shape: TreeShape, decode: Decode | None) -> Iterable[_BranchRow]:
     total = shape.total_tokens
     for each in largest_branches(shape, _MOST_BRANCHES):
         yield _BranchRow(
@@ -319,13 +317,11 @@ def _curve_table(state: KVState) -> Table:
     return table(CurvePoint, "larger_cache", "What a larger cache would have kept", points, notes=notes)
 
 
-def metrics_table(scraper: "Scraper") -> Table:
+def metrics_table(scraper: "kvevents.Scraper") -> Table:
     """The server's own figures, each with its window."""
-    from pagedcli.kvevents.scrape import Metric
-
     notes = [scraper.problem] if scraper.problem is not None else []
     figures = scraper.metrics.figures()
-    return table(Metric, "metrics", "The server's own figures", figures, "meaning window value", notes=notes)
+    return table(kvevents.Metric, "metrics", "The server's own figures", figures, "meaning window value", notes=notes)
 
 
 # ---------------------------------------------------------------------- through time

@@ -2,23 +2,18 @@
 its run will take, and what for."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pagedcli.answers.fits import Fit, fit_in_words, groups_and_states
 from pagedcli.answers.hits import NEARLY, Hits
 from pagedcli.answers.survey import MAX_LISTED, PromptScan
 from pagedcli.answers.time import Forecast
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_survey import UNIT, PromptSurvey
 from pagedcli.printable import duration_text, percent_text, plural
 from pagedcli.records import LEFT, Share, count
 from pagedcli.show.tables import ALL_HINT, Fact, Table, table
-
-if TYPE_CHECKING:
-    from pagedcli.answers.hits import Hits
-    from pagedcli.answers.time import Forecast
-    from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.core.plan import Plan
 
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # characters shown of each end of a shared text
@@ -29,7 +24,7 @@ def full_tables(scan: PromptScan, fit: Fit | None) -> list[Table]:
     """Everything that one pass over a file has found."""
     tables = [_rows_table(scan), *([_bad_table(scan)] if scan.num_bad else [])]
     if scan.plan.num_prompts:
-        lengths = table(Lengths, "lengths", "Lengths", scan.plan.length_rows())
+        lengths = table(LengthRow, "lengths", "Lengths", scan.plan.length_rows())
         tables += [lengths, _shared_table(scan), _block_size_table(scan.plan)]
         if fit is not None:
             notes = filter(None, [groups_and_states(fit)])
@@ -85,7 +80,7 @@ def survey_facts(scan: PromptScan, fit: Fit | None) -> dict[str, Any]:
     return facts
 
 
-class Rows:
+class Tally:
     """A count of rows."""
 
     what: str
@@ -101,7 +96,7 @@ class BadRow:
     message: Annotated[str, "what is wrong"]
 
 
-class Lengths:
+class LengthRow:
     """Lengths of all prompts, in tokens."""
 
     what: Annotated[str, "of"]
@@ -153,7 +148,7 @@ def _rows_table(scan: PromptScan) -> Table:
         )
     if scan.max_model_len is None:
         notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
-    return table(Rows, "rows", "Rows", [{"what": what, "rows": number} for what, number in rows.items()], notes=notes)
+    return table(Tally, "rows", "Rows", [{"what": what, "rows": number} for what, number in rows.items()], notes=notes)
 
 
 def _bad_table(scan: PromptScan) -> Table:
@@ -206,7 +201,7 @@ def _block_size_table(survey: PromptSurvey) -> Table:
     return table(AtBlockSize, "block_sizes", "Ideal hit rate and waste", survey.block_size_rows(), notes=notes)
 
 
-def engine_table(title: str, found: "Plan | str") -> Table:
+def engine_table(title: str, found: Plan | str) -> Table:
     """One choice that determines speed per row, or why the engine cannot start."""
     if isinstance(found, str):
         return table(Fact, "engine", title, [Fact("error", found)])
@@ -233,7 +228,7 @@ _PART_NAMES = {
 }
 
 
-def forecast_row(found: "Forecast") -> dict[str, Any]:
+def forecast_row(found: Forecast) -> dict[str, Any]:
     """For JSON. Times are in seconds; None: there is no calibration."""
     return {
         "seconds": found.seconds,
@@ -256,7 +251,7 @@ def forecast_row(found: "Forecast") -> dict[str, Any]:
     }
 
 
-def run_tables(found: "Forecast", num_blocks: int, source: str, notes: Sequence[str]) -> list[Table]:
+def run_tables(found: Forecast, num_blocks: int, source: str, notes: Sequence[str]) -> list[Table]:
     """What the run will be, and where its time goes. `source` says where times come from."""
     rows = list[Fact]()
     if found.seconds is not None and found.in_words is not None:
@@ -294,7 +289,7 @@ class Part:
     share: Share
 
 
-def _parts_table(found: "Forecast") -> Table:
+def _parts_table(found: Forecast) -> Table:
     """Where the time goes."""
     total = found.seconds or 1.0
     rows = [

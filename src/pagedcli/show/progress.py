@@ -7,16 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.files import whole_file, writing
 from pagedcli.printable import duration_text, plural
 from pagedcli.show.terminal import say
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 _WINDOW_S = 10.0  # rates are averaged over this time
 _REDRAW_EVERY_S = 0.1
@@ -121,11 +117,10 @@ class _LiveProgress(_Progress):
     every_s, first_after_s = _REDRAW_EVERY_S, 0.0
 
     def __init__(self, time_left: TimeLeft) -> None:
-        from rich.console import Console
-        from rich.live import Live
+        from rich import console, live
 
         super().__init__(time_left)
-        self._live: Any = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+        self._live: Any = live.Live(console=console.Console(stderr=True), auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -137,19 +132,20 @@ class _LiveProgress(_Progress):
     def show(self, stats: BatchStats) -> None:
         self._live.update(self._render(stats), refresh=True)
 
-    def _render(self, stats: BatchStats) -> "RenderableType":
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
+    def _render(self, stats: BatchStats) -> Any:
+        from rich import console, progress_bar, table, text
 
-        line = Table.grid(padding=(0, 1), expand=True)
+        line = table.Table.grid(padding=(0, 1), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True, justify="right")
-        bar = ProgressBar(total=stats.num_rows or None, completed=stats.num_finished, pulse=stats.num_rows is None)
+        bar = progress_bar.ProgressBar(
+            total=stats.num_rows or None, completed=stats.num_finished, pulse=stats.num_rows is None
+        )
         line.add_row(rows_text(stats), bar, *_left(self._time_left(stats)))
-        return Group(line, Text(" · ".join(details(stats, self._rates)), no_wrap=True, overflow="ellipsis"))
+        return console.Group(
+            line, text.Text(" · ".join(details(stats, self._rates)), no_wrap=True, overflow="ellipsis")
+        )
 
 
 _WRITE_EVERY_S = 1.0

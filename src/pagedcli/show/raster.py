@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,14 +39,9 @@ def check_ending(path: Path) -> str:
     """The ending of a picture's name. Raises: UsageError for another, or without what PNG and GIF need."""
     if path.suffix not in ENDINGS:
         raise UsageError(f"--picture cannot write {path}", hint="its name must end in .svg, .png or .gif")
-    if path.suffix != ".svg":
-        try:
-            import PIL
-            import resvg_py  # noqa: F401
-        except ImportError as error:
-            hint = "pip install 'pagedcli[pictures]', or write .svg"
-            raise UsageError(f"{path.suffix} needs resvg-py and Pillow, which are not installed", hint=hint) from error
-        assert PIL
+    if path.suffix != ".svg" and None in map(find_spec, ("PIL", "resvg_py")):
+        hint = "pip install 'pagedcli[pictures]', or write .svg"
+        raise UsageError(f"{path.suffix} needs resvg-py and Pillow, which are not installed", hint=hint)
     return path.suffix
 
 

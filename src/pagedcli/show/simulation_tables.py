@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from pagedcli.answers.hits import Found, Hits
+from pagedcli.answers.hits import Hits, PoolHits
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.plan import Plan
 from pagedcli.printable import percent_text, plural
@@ -40,7 +40,7 @@ class Point:
     num_refused: Annotated[int, "refused", Means("", "requests")]
 
 
-class TraceRow:
+class TraceCount:
     """A count of a trace; of a curve in characters there are only notes."""
 
     what: str
@@ -60,11 +60,11 @@ _TRACE = {
 def trace_table(facts: dict[str, Any]) -> Table:
     """What is in the trace, of the facts that JSON has."""
     rows = [{"what": what, "value": facts[key]} for key, what in _TRACE.items() if facts[key] is not None]
-    return table(TraceRow, "trace", f"Trace ({facts['format']})", rows)
+    return table(TraceCount, "trace", f"Trace ({facts['format']})", rows)
 
 
 def pool_row(
-    found: Found, accesses: Accesses, windows: Sequence[int | None], warmup: float, *, is_timed: bool
+    found: PoolHits, accesses: Accesses, windows: Sequence[int | None], warmup: float, *, is_timed: bool
 ) -> dict[str, Any]:
     """One row of JSON: a pool size and a policy. With windows `best` is an upper bound, as if their layers needed no
     blocks."""
@@ -105,10 +105,9 @@ def pool_table(
     else:
         pool, explained = "pool_bytes", "memory: of K and V in these blocks"
         rows = [{**row, "pool_bytes": row["pool_blocks"] * block_bytes} for row in rows]
-    notes = [
+    told = [
         f"{explained}; token hits, block hits: of the prompts' tokens and full blocks; optimal: token hits of the best"
-        " possible evictions, without running requests",
-        *notes,
+        " possible evictions, without running requests"
     ]
     columns = ["pool_blocks", pool, "policy", "hit_rate_tokens", "hit_rate_blocks", "clairvoyant_hit_rate_tokens"]
     title = "Hit rates without running requests (pool: blocks)"
@@ -119,9 +118,9 @@ def pool_table(
         columns += ["mean_waiting_s" if timed else "mean_waiting_steps", "num_preemptions"]
         columns += ["total_s"] if timed and schedule.speed is None else []
         columns += ["num_refused"] if any(row["num_refused"] for row in rows) else []
-        waiting = f"mean {'time' if timed else 'steps'} from arrival to the first step that computes a request"
-        notes = [notes[0], f"waiting: {waiting}", *notes[1:]]
-    return table(Point, "pools", title, rows, " ".join(columns), notes=notes)
+        what = "time" if timed else "steps"
+        told.append(f"waiting: mean {what} from arrival to the first step that computes a request")
+    return table(Point, "pools", title, rows, " ".join(columns), notes=[*told, *notes])
 
 
 def pools_notes(requests: Requests, found: Hits, windows: tuple[int | None, ...], warmup: float) -> list[str]:
@@ -179,7 +178,7 @@ def curve_table(found: Hits, block_bytes: int | None) -> Table:
 
     lines = curve_lines(share_at, *_pool_range(found), label=label)
     title = f"Hit rate of the prompts' tokens by pool size, {found.here.policy}"
-    return table(TraceRow, "curve", title, [], notes=lines)
+    return table(TraceCount, "curve", title, [], notes=lines)
 
 
 def _pool_range(found: Hits, shown: Sequence[int] = ()) -> tuple[int, int]:

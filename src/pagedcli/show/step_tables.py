@@ -43,7 +43,7 @@ Blocks = Sequence[int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class NamedPrefix:
     """The first `num_blocks` blocks of some block tables, from `start` on told by this name."""
 
     name: str
@@ -57,16 +57,16 @@ class SharedPrefix:
         return self.start + len(self.block_ids)
 
 
-def shared_prefixes(tables: Mapping[int, Blocks]) -> tuple[list[SharedPrefix], dict[int, SharedPrefix]]:
+def shared_prefixes(tables: Mapping[int, Blocks]) -> tuple[list[NamedPrefix], dict[int, NamedPrefix]]:
     """The shared beginnings of block tables (by sequence), parents first, and for each sequence its longest one.
 
     Tables 0 1 2 3 8, 0 1 2 3 9 and 0 1 5 share P1 = 0 1, the first two also P2 = P1 2 3. A block that a window has
     released ends a beginning.
     """
-    found: list[SharedPrefix] = []
-    longest: dict[int, SharedPrefix] = {}
+    found: list[NamedPrefix] = []
+    longest: dict[int, NamedPrefix] = {}
     # sequences with equal blocks up to `at`, told by `parent` up to its end
-    groups: deque[tuple[list[int], int, SharedPrefix | None]] = deque([(list(tables), 0, None)])
+    groups: deque[tuple[list[int], int, NamedPrefix | None]] = deque([(list(tables), 0, None)])
     while groups:
         seq_ids, start, parent = groups.popleft()
         for same in _by_block(seq_ids, start, tables):
@@ -78,7 +78,7 @@ def shared_prefixes(tables: Mapping[int, Blocks]) -> tuple[list[SharedPrefix], d
             inner = parent
             if len(block_ids) >= _LEAST_BLOCKS:
                 name = f"P{len(found) + 1}"
-                inner = SharedPrefix(name, None if parent is None else parent.name, begin, block_ids, tuple(same))
+                inner = NamedPrefix(name, None if parent is None else parent.name, begin, block_ids, tuple(same))
                 found.append(inner)
                 longest.update(dict.fromkeys(same, inner))
             groups.append((same, end, inner))
@@ -108,7 +108,7 @@ def step_tables(moment: Moment) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _sequences(moment: Moment, longest: Mapping[int, SharedPrefix]) -> Table:
+def _sequences(moment: Moment, longest: Mapping[int, NamedPrefix]) -> Table:
     """Every sequence, or the followed ones: those that run before those that wait."""
     state, now = moment.state, Now(moment.state)
     rows: list[Row] = []
@@ -129,7 +129,7 @@ def _shown(moment: Moment, seqs: Sequence[SeqState]) -> list[SeqState]:
     return [seq for seq in seqs if moment.follow is None or seq.seq_id in moment.follow_seq_ids]
 
 
-def _table_text(seq: SeqState, prefix: SharedPrefix | None, state: PoolState) -> str:
+def _table_text(seq: SeqState, prefix: NamedPrefix | None, state: PoolState) -> str:
     """Its block table, whose shared beginning is told by its name."""
     if prefix is None:
         return block_ids_text(state, seq.block_table) or "-"
@@ -151,7 +151,7 @@ class _Prefix:
     blocks: Annotated[str, "its part of a block table"]
 
 
-def _prefixes(prefixes: Sequence[SharedPrefix]) -> Table:
+def _prefixes(prefixes: Sequence[NamedPrefix]) -> Table:
     """The ref count of each of its blocks is the number of sequences that share it."""
     rows = [
         _Prefix(each.name, len(each.seq_ids), each.end, f"{each.parent or ''} {id_ranges(each.block_ids)}".strip())

@@ -42,7 +42,7 @@ Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 HashSize = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Hashes = list[int | str]
-Seconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+TraceSeconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens per hash, which the lines do not name
 
@@ -58,7 +58,7 @@ class TraceRow(msgspec.Struct, kw_only=True):
     hash_ids: Hashes
     output_length: Length | None = None
     block_size: HashSize | None = None  # tokens per hash
-    timestamp: Seconds | None = None
+    timestamp: TraceSeconds | None = None
 
     @classmethod
     def record(cls, document: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class _Replay(msgspec.Struct):
 class _DynamoRequest(msgspec.Struct):
     replay: _Replay
     output_tokens: Length | None = None
-    request_received_ms: Seconds | None = None
+    request_received_ms: TraceSeconds | None = None
 
 
 class _DynamoRecord(msgspec.Struct):

@@ -28,7 +28,7 @@ from pagedcli.simulation.caches import Bools, Ints, num_warmup
 from pagedcli.simulation.requests import Request, Requests, early_ends, largest_output, synthetic_prefixes
 from pagedcli.trace.state import PoolState
 
-StepTime = Callable[[ScheduledStep, Scheduler], int]
+StepClock = Callable[[ScheduledStep, Scheduler], int]
 """Nanoseconds that a scheduled step takes."""
 
 STEP_NS = 10**9  # duration of a step without a step time: the seconds of such a run are steps
@@ -81,7 +81,7 @@ class TimingBuilder:
     """A builder of no arrays, as no executor reads them: advances the clock by the time of the step."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: NoExecutor, clock: VirtualClock, step_time: StepTime | None
+        self, scheduler: Scheduler, executor: NoExecutor, clock: VirtualClock, step_time: StepClock | None
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -113,7 +113,7 @@ class SimulatedCore(EngineCore):
     """EngineCore over a NoExecutor. Requests end after their output length."""
 
     def __init__(
-        self, plan: Plan, hash_size: int | None, *, step_time: StepTime | None = None, emit: Emit | None = None
+        self, plan: Plan, hash_size: int | None, *, step_time: StepClock | None = None, emit: Emit | None = None
     ) -> None:
         self.clock = VirtualClock()
         self.no_executor = NoExecutor()
@@ -180,7 +180,7 @@ class Schedule:
     """How requests arrive, and how long steps take."""
 
     speed: float | None = None  # requests arrive by their times, this many times as fast; None: all at once
-    step_time: StepTime | None = None  # None: time is counted in steps
+    step_time: StepClock | None = None  # None: time is counted in steps
     read_ahead: int | None = None  # prompt tokens in work, as in batch.run; None: see read_ahead
 
 

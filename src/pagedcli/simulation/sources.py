@@ -18,7 +18,7 @@ import pagedcli.events as ev
 from pagedcli.batch.delimited import delimited_format
 from pagedcli.batch.prompts import Prompts
 from pagedcli.batch.requests import BatchRow
-from pagedcli.batch.rows import NOT_A_ROW, Row, why_not_a_row
+from pagedcli.batch.rows import NOT_A_ROW, WrittenRow, why_not_a_row
 from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
@@ -363,7 +363,7 @@ def read_outputs(name: str) -> dict[int, RowOutput]:
         if not line.strip():
             continue
         try:
-            row = Row.of(line)
+            row = WrittenRow.of(line)
             num_tokens = 0 if row.usage is None else int(row.usage["completion_tokens"])
         except NOT_A_ROW as error:
             why = why_not_a_row(error)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pagedcli.events import DraftSource, PrefixLookedUp, RequestPreempted, RequestWaiting
 
-Status = Literal["waiting", "prefill", "decode", "stalled", "preempted", "finished"]
+Stage = Literal["waiting", "prefill", "decode", "stalled", "preempted", "finished"]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class SeqState:
     salted: bool
     added_step: int | None  # the last step before it was added, None: added before the first
     queue_place: int  # waiting ones are served from the lowest on
-    status: Status = "waiting"
+    status: Stage = "waiting"
     block_table: list[int | None] = field(default_factory=list)  # None: no later token sees it
     num_cached_tokens: int = 0  # hit by the last lookup
     num_preemptions: int = 0

@@ -11,7 +11,7 @@ from msgspec import UNSET
 import pagedcli.events as ev
 from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.ledgers import BlockLedger, SlotLedger
-from pagedcli.trace.seq_state import SeqState, SharedCounts, Status, StepRecord
+from pagedcli.trace.seq_state import SeqState, SharedCounts, Stage, StepRecord
 
 _KEPT_REFUSALS = 1000
 
@@ -81,7 +81,7 @@ class PoolState(BlockLedger):
     def running(self) -> list[SeqState]:
         return [seq for seq in self.seqs.values() if seq.running]
 
-    def status_of(self, seq: SeqState) -> Status:
+    def status_of(self, seq: SeqState) -> Stage:
         """What a sequence does in the current step: `stalled` if it runs, but there is no room for its next token."""
         return seq.status if self.stalled_for(seq) is None else "stalled"
 

@@ -34,7 +34,7 @@ class Tenure:
 
 
 @dataclass(slots=True)
-class Content:
+class HeldContent:
     """What the block held once it was full."""
 
     hash: int
@@ -55,7 +55,7 @@ class BlockLife(TokenView):
         super().__init__()
         self.block_id = block_id
         self.tenures: list[Tenure] = []
-        self.contents: list[Content] = []
+        self.contents: list[HeldContent] = []
         self.story: Story = []
         self._holders: dict[int, Tenure] = {}  # the present ones by sequence
 
@@ -128,7 +128,7 @@ class BlockLife(TokenView):
         for index, block_id, block_hash, _ in event.blocks:
             if block_id == self.block_id:
                 content = block_hash, state.block_groups[block_id], state.step_number, seq.seq_id, seq.label
-                self.contents.append(Content(*content, self._slice(seq.seq_id, index, state)))
+                self.contents.append(HeldContent(*content, self._slice(seq.seq_id, index, state)))
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         if self.block_id not in event.block_ids:
@@ -137,7 +137,7 @@ class BlockLife(TokenView):
         block_hash = event.hashes[event.block_ids.index(self.block_id)]
         token_ids = self._slice(seq.seq_id, seq.block_table.index(self.block_id), state)
         group = state.block_groups[self.block_id]
-        self.contents.append(Content(block_hash, group, state.step_number, seq.seq_id, seq.label, token_ids))
+        self.contents.append(HeldContent(block_hash, group, state.step_number, seq.seq_id, seq.label, token_ids))
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.block_id == self.block_id:

@@ -30,7 +30,7 @@ Reason = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class FirstDifference:
     """Where a prompt first differs from the most similar earlier sequence."""
 
     num_shared_tokens: int
@@ -46,7 +46,7 @@ class Divergence:
 _CONTEXT = 8  # tokens kept on each side of a divergence
 
 
-class Earlier:
+class EarlierSequences:
     """Sequences by their beginnings: the finder of the most similar earlier one."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Earlier:
         self._tree.add(tokens, seq_id)
         self._known[seq_id] = (tokens, label, salted)
 
-    def diverge(self, tokens: bytes, *, has_ids: bool = True) -> Divergence | None:
+    def diverge(self, tokens: bytes, *, has_ids: bool = True) -> FirstDifference | None:
         """Where a sequence leaves the first of the earlier ones with the longest common beginning. `has_ids`: whether
         its tokens are ids, not digests."""
         if not self._known:
@@ -66,7 +66,7 @@ class Earlier:
         seq_id = next(iter(self._known)) if found.owner is None else found.owner
         other, label, salted = self._known[seq_id]
         place, around = found.num_tokens * TOKEN_BYTES, _CONTEXT * TOKEN_BYTES
-        return Divergence(
+        return FirstDifference(
             num_shared_tokens=found.num_tokens,
             other_seq_id=seq_id,
             other_label=label,
@@ -140,7 +140,7 @@ class Lookup:
     num_vetoed: int = 0  # missing blocks whose K and V were cached, but after the last snapshot
     num_late: int = 0  # missing blocks reused from another sequence while the prompt was prefilled in chunks
     late_tokens_hit: int = 0  # tokens that this saved
-    divergence: Divergence | None = None
+    divergence: FirstDifference | None = None
     salt: str | None = None  # number of its cache_salt; None: it has none, or the trace does not name it
     unit: str = "step"  # what steps are counts of: messages, of a server's events
 
@@ -326,7 +326,7 @@ class Explainer(TokenView):
         self._evicted: list[int] = []  # hashes of the blocks that are evicted for the next allocation
         self._culprits: dict[int, str] = {}  # hash -> label of the request that its block was evicted for
         self._missed: dict[int, list[Lookup]] = {}  # hash -> lookups that missed it after its eviction
-        self._earlier = Earlier()  # sequences with tokens: all of them so far
+        self._earlier = EarlierSequences()  # sequences with tokens: all of them so far
         self._hashes: dict[int, tuple[int | None, ...]] = {}  # hashes of the blocks of finished sequences with tokens
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from pagedcli.views.cache_groups import group_uses
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.rows import LookupRow, Now, SequenceRow, values_of
 from pagedcli.views.state_slots import slot_counts, state_slots
-from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, StepSeries, memory_use, pool_counts
+from pagedcli.views.stats import ROLLING_STEPS, LookupHits, RunStats, StepSeries, memory_use, pool_counts
 from pagedcli.views.words import describe, event_seq_ids
 
 _NOTABLE = (
@@ -183,7 +183,7 @@ def _slots_summary(state: PoolState) -> dict[str, Any]:
     return {} if counts is None else {"state_slots": counts | {"slots": [asdict(each) for each in state_slots(state)]}}
 
 
-def _rates(hits: Hits) -> dict[str, Any]:
+def _rates(hits: LookupHits) -> dict[str, Any]:
     return {
         name: {**asdict(counts), "token_rate": counts.token_rate, "block_rate": counts.block_rate}
         for name, counts in (("from_others", hits.from_others), ("own", hits.own))

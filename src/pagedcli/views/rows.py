@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.records import RIGHT, Column, Means, Share, columns_of, computed, hash_text
-from pagedcli.trace.seq_state import SeqState, Status
+from pagedcli.trace.seq_state import SeqState, Stage
 from pagedcli.trace.state import PoolState
 from pagedcli.views.stats import ROLLING_STEPS, RunStats
 from pagedcli.views.words import why_no_more
@@ -97,7 +97,7 @@ class SequenceRow(ShownRow):
     row_id: RowId | None
     label: Label
     sample_index: Annotated[int, "sample", Means("which sample of its request, from 0")]
-    status: Annotated[Status, "state", Means("prefill, decode, stalled (lacks room), waiting or preempted")] = computed(
+    status: Annotated[Stage, "state", Means("prefill, decode, stalled (lacks room), waiting or preempted")] = computed(
         lambda row: row.now.state.status_of(row.seq)
     )
     finish_reason: Annotated[str | None, "end", Means("why it finished: stop, length, ...")]

@@ -50,7 +50,7 @@ class HitCounts:
 
 
 @dataclass(slots=True)
-class Hits:
+class LookupHits:
     """A window's lookups, with requests' first and later lookups kept separate.
 
     A first lookup can only hit what other requests computed; one after a preemption, or of another sample, finds the
@@ -65,9 +65,9 @@ class Hits:
         """`own`: the sequence repeats its request (SeqState.repeats)."""
         (self.own if own else self.from_others).add(event, sign)
 
-    def copy(self) -> "Hits":
+    def copy(self) -> "LookupHits":
         """A snapshot that later events do not change."""
-        return Hits(copy(self.from_others), copy(self.own))
+        return LookupHits(copy(self.from_others), copy(self.own))
 
 
 _Lookups = list[tuple[ev.PrefixLookedUp, bool]]  # each, and whether its sequence repeats its request
@@ -82,8 +82,8 @@ class RunStats(View):
 
     def __init__(self) -> None:
         self.facts = RunFacts()
-        self.run = Hits()
-        self.rolling = Hits()
+        self.run = LookupHits()
+        self.rolling = LookupHits()
         self.num_dropped_tokens = 0
         self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
         self.num_compared = 0  # first lookups whose shared tokens the engine has counted
@@ -266,7 +266,7 @@ class StepSeries(View):
         self.first_step = 0
         self.blocked = array("b")  # per step why the first in the queue was not scheduled, in WAITING_REASONS
         self._at_schedule: tuple[int, ...] = ()
-        self._hits = Hits()  # hits of the current step
+        self._hits = LookupHits()  # hits of the current step
 
     def __len__(self) -> int:
         return len(self.columns["start_ns"])
@@ -295,7 +295,7 @@ class StepSeries(View):
         step = state.step
         if step is None or not self._at_schedule:
             return
-        hits, self._hits = self._hits, Hits()
+        hits, self._hits = self._hits, LookupHits()
         row = (
             step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
             hits.from_others.tokens, hits.from_others.tokens_hit, hits.own.tokens_hit,

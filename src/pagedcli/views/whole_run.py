@@ -16,7 +16,7 @@ from pagedcli.events import Event
 from pagedcli.printable import percent_text, plural, seconds_text
 from pagedcli.records import Seconds, computed
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.seq_state import SeqState, Status
+from pagedcli.trace.seq_state import SeqState, Stage
 from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import LOSS_WORDS, Explainer, Totals, longest_shared_prefix, totals_of
 from pagedcli.views.rows import Label, SeqId, ShownRow
@@ -30,7 +30,7 @@ PHASES = ("waiting", "prefill", "decode", "preempted")
 class Phase:
     """Steps first_step ... last_step, both included."""
 
-    status: Status
+    status: Stage
     first_step: int
     last_step: int | None = None  # None while it lasts
 
@@ -83,7 +83,7 @@ class Timelines(View):
         if phases and phases[-1].last_step is None:
             self._end(seq_id, state.step_number or 0)
 
-    def _enter(self, seq_id: int, status: Status, step: int) -> None:
+    def _enter(self, seq_id: int, status: Stage, step: int) -> None:
         phases = self.phases.setdefault(seq_id, [])
         if phases:
             self._end(seq_id, step - 1)

@@ -8,17 +8,13 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from pagedcli import layers
 from pagedcli.core.plan import Kernels
+from pagedcli.later import torch
 from pagedcli.models.formats import AS_STORED, LayerFormat, StoredTensor, WeightFormat, kernels_note
 from pagedcli.models.gguf.names import stored_tensor
 from pagedcli.printable import plural
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pagedcli.layers.quantized import CodedWeight
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class GgmlType(LayerFormat):
             return num_columns * 9 // 16 + -(-num_columns // 256) * 4
         return num_columns * (self.packed if kernels == "cpu" else self.in_triton) // 256
 
-    def read(self, module: "Mapping[str, Tensor]") -> "CodedWeight":
+    def read(self, module: "Mapping[str, torch.Tensor]") -> "layers.quantized.CodedWeight":
         from pagedcli.models.gguf.blocks import coded
 
         return coded(module["weight"], self.name, self.bits, self.group, module.get("scale"))

@@ -223,7 +223,7 @@ class Mamba2(RecurrentMixer):
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
         heads, width, name = self.num_heads, make.width, f"{layer}.{make.names.recurrent}"
         inner, groups = {f"{name}.in_proj": self.inner + self.channels + heads}, self.num_groups * self.state_size
-        sizes = (self.inner, self.inner, groups, groups, heads)
+        sizes = (self.inner, self.inner, groups, groups, heads)  # outputs of in_proj: gate, x, B, C, time step
         factors, out_factors = tuple(zip(sizes, self.factors, strict=True)), ((width, self.out_factor),)
         out = {f"{name}.out_proj": width}
         found = {
