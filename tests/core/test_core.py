@@ -213,8 +213,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, stat
     assert all(0 < sum(new) <= limits["max_num_batched_tokens"] for new in sim.executor.steps)
     assert all(max(new) <= (limits["chunked_prefill_size"] or sum(new)) for new in sim.executor.steps) or drafter
     assert all(each <= sim.limits.most_sampled for each in sim.executor.num_sampled)
-    assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
-    assert sorted(sim.scheduler._free_rows) == list(range(sim.limits.max_num_seqs))
+    sim.check_nothing_is_left()
     if states:
         plan = sim.cache.states.plan
         assert (sim.cache.states.num_held, len(plan._num_waiting), len(plan._coming)) == (0, 0, 0)

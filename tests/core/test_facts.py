@@ -191,7 +191,4 @@ def test_nothing_is_left_of_requests_that_have_ended():
         sim.abort(f"scored {number}")
     assert finished(sim).keys() == {"n 3", "scored 3"}
     assert sim.stats.num_sequences == len(sim.seqs)
-    assert not sim._forks._parents | sim._forks._contexts
-    assert not sim._forks._computed
-    assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
-    assert sorted(sim.scheduler._free_rows) == list(range(sim.limits.max_num_seqs))
+    sim.check_nothing_is_left()

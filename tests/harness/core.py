@@ -374,6 +374,13 @@ class Simulation(EngineCore):
             if self._check:
                 self.cache.check([*self.scheduler.running, *self.scheduler.contexts])
 
+    def check_nothing_is_left(self):
+        """Of requests that have ended."""
+        assert not self._forks._parents | self._forks._contexts
+        assert not self._forks._computed
+        assert (self.scheduler.num_grouped, self.scheduler._num_scoring) == (0, 0)
+        assert sorted(self.scheduler._free_rows) == list(range(self.limits.max_num_seqs))
+
     def run(self, max_steps=100_000):
         while self.has_unfinished_requests():
             assert self.stats.num_steps < max_steps, "the scheduler makes no progress"

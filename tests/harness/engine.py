@@ -103,6 +103,11 @@ def make_engine(path, *, emit=None, trace_tokens=False, clock_ns=time.perf_count
     return LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
 
 
+def worker_processes(engine):
+    """The processes of the other ranks of its group."""
+    return [worker.process for worker in engine._group._ranks.workers]
+
+
 class PagedHarness:
     """A pool in which sequences own scattered blocks; every slot that no token was written to holds NaN."""
 
