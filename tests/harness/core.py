@@ -388,6 +388,16 @@ class Simulation(EngineCore):
         return self
 
 
+def finish(engine):
+    """Step any engine until nothing is left. Returns its outputs by request_id; the pool is checked after each step."""
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.cache.check([*engine.scheduler.running, *engine.scheduler.contexts])
+    assert engine.block_manager.num_free_blocks == engine.limits.num_blocks
+    return outputs
+
+
 def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, fails=0.0, **limits) -> list[Event]:
     """A run in which everything happens: hits, forks, copies, chunks, preemptions, evictions, waiting, salts. `fails`:
     share of steps whose launch or read raises."""

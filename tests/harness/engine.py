@@ -40,6 +40,7 @@ import msgspec
 import numpy as np
 import torch
 import transformers
+from harness.core import finish
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import LateTokens, PagedBatch
@@ -84,18 +85,18 @@ def ragged_prompts(num_prompts=16, vocab_size=320, seed=0):
     return [shared + prompt if i % 2 else prompt for i, prompt in enumerate(prompts)]
 
 
-def run(engine, prompts, params):
-    """Token ids of all samples of all prompts, in order; `params` is one for all or a list."""
+def outputs_of(engine, prompts, params, **request):
+    """The outputs of all prompts, in order; `params` is one for all or a list."""
     params = params if isinstance(params, list) else [params] * len(prompts)
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), prompt, param)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[output.request_id] = output
-        engine.cache.check(engine.scheduler.running)
-    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
-    return [[sample.token_ids for sample in outputs[str(i)].samples] for i in range(len(prompts))]
+        engine.add_request(str(i), prompt, param, **request)
+    outputs = finish(engine)
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+
+def run(engine, prompts, params):
+    """Token ids of all samples of all prompts, in order; `params` is one for all or a list."""
+    return [[sample.token_ids for sample in output.samples] for output in outputs_of(engine, prompts, params)]
 
 
 def make_engine(path, *, emit=None, trace_tokens=False, clock_ns=time.perf_counter_ns, **config):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bit_settings import by_default
-from harness.engine import PagedHarness, make_engine, ragged_prompts
+from harness.engine import PagedHarness, make_engine, outputs_of, ragged_prompts
 from model_zoo import ALL_FAMILIES, GEMMA4_FAMILIES, cached_model, load_model, tiny_model
 
 from pagedcli.attention.select import select_backend
@@ -97,12 +97,7 @@ def test_tokens_beams_and_scores_of_prompts_are_those_of_the_native_decoder(fami
 
     def outputs(**config):
         engine = make_engine(path, block_size=4, max_model_len=96, **config)
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, PARAMS[i % 3])
-        found = {}
-        while engine.has_unfinished_requests():
-            found |= {output.request_id: output for output in engine.step()}
-        return engine, [found[str(i)] for i in range(len(prompts))]
+        return engine, outputs_of(engine, prompts, PARAMS * 3)
 
     _, expected = outputs(attention_backend="cpu")
     engine, found = outputs(attention_backend="sdpa", chunked_prefill_size=7, num_kvcache_blocks=66)

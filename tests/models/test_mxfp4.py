@@ -13,10 +13,14 @@ from quantized_zoo import exact_activations, mxfp4_twins, numbers_of, random_mxf
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import select_backend
+from pagedcli.config import EngineConfig
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -92,23 +96,9 @@ def test_tokens_do_not_depend_on_pool_company_and_chunks(twins):
 
 @pytest.mark.usefixtures("own_panels")
 def test_forecast_of_kept_bytes_is_what_is_kept(twins):
-    from pagedcli.models.footprint import footprint
-
-    spec = read_spec(twins[1])
-    backend = select_backend(
-        "cpu",
-        device=CPU,
-        dtype=torch.bfloat16,
-        block_size=16,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        layers=spec.attention_layers,
-    ).backend
-    model = load_model(twins[1], spec, backend=backend, dtype=torch.bfloat16, device=CPU, max_model_len=256)
-    assert spec.quantization is not None
-    forecast = footprint(spec, spec.quantization, "cpu", 2)
-    assert forecast.num_bytes == model.weight_bytes
+    path = twins[1]
+    config = EngineConfig(model=str(path), device="cpu", dtype="bfloat16", num_kvcache_blocks=8, max_model_len=128)
+    assert decide(config, read_spec(path), this_machine()).terms.weights == LLMEngine(config).plan.weight_bytes
 
 
 SCRIPT = """

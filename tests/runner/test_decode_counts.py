@@ -27,41 +27,6 @@ KINDS = {
 }
 
 
-# as docs/lab/performance.md names them -> (family of model_zoo, what differs from it)
-FAMILIES = {
-    "Llama, Mistral": ("llama", {}),
-    "Qwen3": ("qwen3", {}),
-    "Gemma 2": ("gemma2", {}),
-    "Gemma 3": ("gemma3", {}),
-    "OLMo2": ("olmo2", {}),
-    "Phi-3": ("phi3", {}),
-    "Phi-4-mini": ("phi3-longrope", {}),
-    "Granite": ("granite", {}),
-    "Qwen3-MoE": ("qwen3-moe", {"mlp_only_layers": []}),
-    "Qwen2-MoE": ("qwen2-moe", {}),
-    "gpt-oss": ("gpt_oss", {}),
-    "DeepSeek-V3": ("deepseek_v3", {"first_k_dense_replace": 0}),
-    "Gemma 4 12B, 31B": ("gemma4-31b", {}),
-    "Gemma 4 E2B, E4B": ("gemma4-e2b", {"num_kv_shared_layers": 0}),
-    "Gemma 4 26B-A4B": ("gemma4-26b", {}),
-}
-
-
-def counts_of_a_family(gpu, make_model, name):
-    """Kernels and operations of one layer and those of the rest of a step, as text, and uploads of the step."""
-    family, given = FAMILIES[name]
-    one, two = (
-        counts_of_a_step(
-            gpu, make_model(family, num_hidden_layers=layers, **options), enforce_eager=True, dtype="bfloat16"
-        )
-        for layers in (1, 2)
-        for options in [given | ({"layer_types": ["full_attention"] * layers} if "gemma4" in family else {})]
-    )
-    layer = {name: two[name] - one[name] for name in ("kernels", "operations")}
-    rest = [one[name] - layer[name] for name in layer]
-    return [*(str(number) for number in (*layer.values(), *rest)), str(one["uploads"])]
-
-
 def counts_of_a_step(gpu, path, kind="greedy", *, num_rows=NUM_ROWS, **options):
     """Kernels, operations, uploads and steps ahead of one decode step of so many such requests."""
     config = {"max_num_seqs": num_rows, "num_kvcache_blocks": 90, "max_model_len": 128}
@@ -84,9 +49,9 @@ def model(tmp_path_factory):
     return tiny_model("qwen3", tmp_path_factory.mktemp("counts"), num_hidden_layers=2)
 
 
-def documented(title, head="| requests"):
-    """The table under a heading with this head: {first column: the last number of each other column}."""
-    table = DOC.split(f"## {title}\n")[1].split(f"\n{head} ")[1].split("\n\n")[0]
+def documented(title):
+    """The table of requests under a heading: {first column: the last number of each other column}."""
+    table = DOC.split(f"## {title}\n")[1].split("\n| requests ")[1].split("\n\n")[0]
     rows = re.findall(r"^\| ([^|]+) \|(.+)\|$", table, re.M)[1:]
     return {name: [re.findall(r"[\d.]+|yes|no", cell)[-1] for cell in cells.split("|")] for name, cells in rows}
 
@@ -101,61 +66,8 @@ def test_the_counts_of_every_kind_of_request(model, idle_gpu):
         assert [*counts, "yes" if found["ahead"] else "no"] == expected, kind
 
 
-# a model whose first layer attends, of so many others
-RECURRENT = {
-    "gated delta net": lambda others: ("qwen3_5", {"layer_types": ["full_attention", *["linear_attention"] * others]}),
-    "Kimi delta attention": lambda others: (
-        "kimi_linear",
-        {
-            "layer_types": ["full_attention", *["linear_attention"] * others],
-            "mlp_layer_types": ["dense"] * (1 + others),
-        },
-    ),
-    "Mamba-2": lambda others: ("bamba", {"attn_layer_indices": [0]}),
-    "short convolution": lambda others: ("lfm2", {"layer_types": ["full_attention", *["conv"] * others]}),
-}
-
-
-@pytest.mark.slow
-@interpreted
-def test_the_counts_of_a_layer_with_a_state(tmp_path, idle_gpu):
-    table = documented("What a decode step asks of a GPU", "| a layer with a state")
-    assert table.keys() == RECURRENT.keys()
-    for mechanism, expected in table.items():
-        few, more = (
-            counts_of_a_step(
-                idle_gpu, tiny_model(family, tmp_path / f"{family}-{others}", num_hidden_layers=1 + others, **sizes)
-            )
-            for others in (1, 2)
-            for family, sizes in [RECURRENT[mechanism](others)]
-        )
-        assert [str(more[name] - few[name]) for name in ("kernels", "operations", "uploads")] == expected, mechanism
-
-
 @interpreted
 @pytest.mark.parametrize("kind", ["repetition penalty", "logit bias", "grammar"])
 def test_more_rows_ask_for_no_more(model, idle_gpu, kind):
     few, many = (counts_of_a_step(idle_gpu, model, kind, num_rows=rows) for rows in (2, 7))
     assert few == many
-
-
-@pytest.mark.slow
-@interpreted
-def test_the_counts_of_every_family(idle_gpu, tmp_path):
-    def make(family, **options):
-        return tiny_model(family, tmp_path / f"{family}-{options['num_hidden_layers']}", **options)
-
-    table = documented("What a layer asks of a GPU", "| family")
-    assert table.keys() == FAMILIES.keys()
-    for name, expected in table.items():
-        assert counts_of_a_family(idle_gpu, make, name) == expected, name
-
-
-@interpreted
-def test_a_kind_of_request_adds_as_much_for_every_family(model, idle_gpu, tmp_path):
-    other = tiny_model("gemma3", tmp_path / "gemma3")
-    names, added = ("kernels", "operations", "uploads"), []
-    for path in (model, other):
-        plain, changed = (counts_of_a_step(idle_gpu, path, kind) for kind in ("greedy", "repetition penalty"))
-        added.append([changed[name] - plain[name] for name in names])
-    assert added[0] == added[1]
