@@ -38,12 +38,15 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 import transformers
 from harness.core import finish
+from model_zoo import load_model
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.base import LateTokens, PagedBatch
+from pagedcli.attention.base import AttentionSpec, LateTokens, PagedBatch
+from pagedcli.attention.select import load_backend
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import Line, LineSource
@@ -56,8 +59,10 @@ from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.core.requests import FinishedRequest, RequestMetrics
 from pagedcli.core.sequence import SampleOutput
+from pagedcli.errors import BackendError
 from pagedcli.models.base import cache_shape
 from pagedcli.models.hub import resolve_model
+from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import layer_groups
 from pagedcli.runner.device_state import state_pools
 from pagedcli.runner.llm_engine import LLMEngine
@@ -176,6 +181,19 @@ class PagedHarness:
             self.num_steps[row] += 1
         writes = [2 * row + self.num_steps[row] % 2 for row in rows]
         return torch.tensor(reads, dtype=torch.int32), torch.tensor(writes, dtype=torch.int32)
+
+
+def loaded(path, backend="cpu", *, dtype=torch.float32, block_size=4, max_model_len=256, **options):
+    """A model and its attention backend; the test is skipped, with the reason, where the backend cannot run."""
+    spec, device = read_spec(path), torch.device("cpu")
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    try:
+        layers = frozenset(spec.attention_layers)
+        chosen = load_backend(backend, AttentionSpec(device, dtype, block_size, **sizes, layers=layers))
+    except BackendError as error:
+        pytest.skip(error.message)
+    options |= {"dtype": dtype, "device": device, "max_model_len": max_model_len}
+    return load_model(path, spec, backend=chosen, **options), chosen
 
 
 def paged_logits(model, backend, sequences, *, num_prompt, block_size, chunk, dtype=torch.float32):
