@@ -343,8 +343,7 @@ def test_a_stop_request_ends_the_run_after_the_step_with_its_rows(harness):
     result, rows = harness.run([plain(prompt, max_tokens=4) for prompt in PROMPTS * 10], run={"stop_requested": stop})
     assert result.outcome == "interrupted"
     assert 0 < len(rows) < 50
-    for request_id in list(harness.engine._requests):
-        harness.engine.abort(request_id)
+    harness.abort_all()
 
 
 def test_the_garbage_collector_looks_only_through_what_a_run_has_made(harness):
@@ -406,8 +405,7 @@ def test_what_goes_wrong_in_a_slow_source_is_raised(harness):
 
     with pytest.raises(PagedcliError, match="stdin is damaged"):
         harness.run(SlowSource(lines()))
-    for request_id in list(harness.engine._requests):
-        harness.engine.abort(request_id)
+    harness.abort_all()
 
 
 def mutated_lines(rng, count):

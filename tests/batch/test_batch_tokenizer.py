@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from conftest import shared_data
-from harness.engine import with_tokens
+from harness.engine import original, with_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -39,7 +39,7 @@ def tokenizer(request):
 
 def body(tokenizer, text):
     """The tokens of a text without the special ones before it."""
-    return tokenizer._hf.encode(text, add_special_tokens=False)
+    return original(tokenizer).encode(text, add_special_tokens=False)
 
 
 def fed(checker, token_ids):

@@ -295,6 +295,11 @@ class Harness:
         ).run()
         return result, [json.loads(row) for row in stream.getvalue().splitlines()]
 
+    def abort_all(self):
+        """What a run that was stopped has left in the engine."""
+        for request_id in list(self.engine._requests):
+            self.engine.abort(request_id)
+
     def rows(self, lines, **options):
         """The rows without the fields in which equal runs may differ."""
         return [without_run_dependent_fields(row) for row in self.run(lines, **options)[1]]
@@ -326,6 +331,11 @@ def without_run_dependent_fields(row):
     if body.get("usage"):
         del body["usage"]["prompt_tokens_details"]
     return row
+
+
+def original(tokenizer):
+    """The tokenizer of transformers in one of ours."""
+    return tokenizer._hf
 
 
 def with_tokens(folder, tokens, *, special=False, template=None):

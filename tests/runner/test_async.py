@@ -19,14 +19,6 @@ def model(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("async"), **SMALL)
 
 
-def make_engine(path, **config):
-    defaults = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "block_size": 2, "max_num_batched_tokens": 32}
-    return LLMEngine(
-        EngineConfig(model=str(path), dtype="float32", device="cpu", **{**defaults, **config}),
-        emit=config.pop("emit", None),
-    )
-
-
 def stop_at(text):
     """A checker of a 'stop string' of token ids."""
 
