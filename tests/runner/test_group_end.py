@@ -173,7 +173,7 @@ def test_a_program_that_does_not_close_its_llm_ends_all_the_same(tmp_path):
         from pagedcli import LLM, SamplingParams
         llm = LLM(tensor_parallel_size=2, device="cpu", num_kvcache_blocks=20)
         llm.generate("The fox", SamplingParams(max_tokens=3), use_tqdm=False)
-        print(llm.llm_worker_processes(engine)[0].pid, flush=True)
+        print(llm.llm_engine._group._ranks.workers[0].process.pid, flush=True)
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
