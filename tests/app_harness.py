@@ -93,7 +93,7 @@ async def typed(pilot, key, text):
     return await press(pilot, "enter")
 
 
-async def until(pilot, holds, seconds=10.0):
+async def until(pilot, holds, seconds=60.0):
     """Wait until something holds, while the screen lives."""
     end = time.monotonic() + seconds
     while not holds():

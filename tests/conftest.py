@@ -31,6 +31,13 @@ def shared_data(name: str) -> Path:
     return path
 
 
+def forget_library():
+    """The loader keeps its answer for the process: the next load finds or builds the library anew."""
+    from pagedcli.native import build
+
+    build._outcome.cache_clear()
+
+
 def native_library():
     """The native CPU kernels; the test is skipped, with the reason, where they cannot be built."""
     from pagedcli.errors import BackendError

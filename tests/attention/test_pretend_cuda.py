@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.engine import ragged_prompts, run
+from harness.engine import outputs_of, ragged_prompts, run
 from interpreter import INTERPRETED, interpreted, plain
 from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
@@ -129,14 +129,10 @@ def test_logits_that_are_not_numbers_end_their_request_only(tmp_path, gpu, optio
     engine = make_engine(path, "cuda")
     gpu.runs_kernels = True
     del gpu.waits[waits:]
-    for number, prompt in enumerate([[5, 6, 8], [5, 7, 8]]):
-        engine.add_request(str(number), prompt, params)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    assert outputs["1"].error.code == "invalid_logits"
-    assert outputs["0"].error is None
-    assert outputs["0"].samples[0].token_ids == alone[0]
+    good, bad = outputs_of(engine, [[5, 6, 8], [5, 7, 8]], params)
+    assert bad.error.code == "invalid_logits"
+    assert good.error is None
+    assert good.samples[0].token_ids == alone[0]
     assert not gpu.waits, "a step never waits for the device"
 
 

@@ -11,12 +11,11 @@ from harness.engine import Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedcli import LLM, SamplingParams
+from pagedcli import SamplingParams
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
 from pagedcli.core.drafts import NgramDrafter
-from pagedcli.errors import ParameterError, RequestError
 from pagedcli.models.hub import model_folder
 
 PERSON = {
@@ -121,13 +120,6 @@ def test_a_stop_string_still_cuts_the_text(small):
     assert (row["text"], row["finish_reason"]) == ("abc", "stop")
 
 
-def test_openai_lines_have_the_same_field(small):
-    body = {"messages": [{"role": "user", "content": "Name?"}], "response_format": schema_format(PERSON)}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body | {"max_tokens": 110}}
-    [row] = small.rows([line])
-    jsonschema.validate(json.loads(row["response"]["body"]["choices"][0]["message"]["content"]), PERSON)
-
-
 def test_vllms_names_are_known(small):
     rows = small.rows([hot(guided_regex="[ab]"), hot(guided_json={"enum": [5]}), hot(guided_json='{"enum": [6]}')])
     assert rows[0]["text"] in "ab"
@@ -188,21 +180,6 @@ def test_a_grammar_that_fails_on_the_way_is_an_error_row(small, monkeypatch):
     rows = small.rows([hot(regex="(?s:.{0,40}x){20}", n=2), {"prompt": "a"}])
     assert rows[0]["error"]["code"] == "grammar_too_complex"
     assert rows[1]["error"] is None
-
-
-def test_the_python_door_takes_grammars_too():
-    llm = LLM(num_kvcache_blocks=40, block_size=4, dtype="float32")
-    outputs = llm.generate(
-        ["Once", "There"],
-        [SamplingParams(regex="[0-9]{4}", n=3), SamplingParams(response_format=schema_format({"enum": ["a", "b"]}))],
-        use_tqdm=False,
-    )
-    assert all(re.fullmatch("[0-9]{4}", sample.text) for sample in outputs[0].outputs)
-    assert json.loads(outputs[1]["text"]) in ("a", "b")
-    with pytest.raises(RequestError, match="unclosed"):
-        llm.generate("a", SamplingParams(regex="("), use_tqdm=False)
-    with pytest.raises(ParameterError, match="response_format"):
-        SamplingParams(response_format={"type": "xml"})
 
 
 def test_one_step_ahead_waits_for_what_a_grammar_says():

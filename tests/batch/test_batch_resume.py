@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import forget_library
 from harness.engine import is_complete, without_run_dependent_fields
 
 from pagedcli.batch.job import Job
@@ -285,10 +286,10 @@ def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr(build, "find_compiler", no_compiler)
-        build._outcome.cache_clear()
+        forget_library()
         with pytest.raises(UsageError, match=r"kernels: .* -> torch"):
             run_job(job(tmp_path, resume=True))
-    build._outcome.cache_clear()
+    forget_library()
     assert partial.read_bytes() == written
     header, _, rows = written.partition(b"\n")
     content = json.loads(header)

@@ -311,22 +311,6 @@ def test_openai_rows_have_openais_fields(harness):
     assert error["custom_id"] == "c"
 
 
-def test_openai_rows_parse_with_openais_own_types(harness):
-    openai_types = pytest.importorskip("openai.types", reason="the openai package is not installed")
-    from openai.types.chat import ChatCompletion
-
-    _, (chat, completion) = harness.run(
-        [
-            openai({"model": "m", "messages": user("Hello!"), "logprobs": True, "top_logprobs": 2, "n": 2}),
-            openai({"model": "m", "prompt": "Once", "logprobs": 2, "max_tokens": 3}, "/v1/completions", "b"),
-        ]
-    )
-    for row, type_ in ((chat, ChatCompletion), (completion, openai_types.Completion)):
-        body = row["response"]["body"]
-        parsed = type_.model_validate(body, strict=True)
-        assert parsed.model_dump(exclude_unset=True) == body
-
-
 # ---------------------------------------------------------------------- stopping
 
 
@@ -359,8 +343,7 @@ def test_a_stop_request_ends_the_run_after_the_step_with_its_rows(harness):
     result, rows = harness.run([plain(prompt, max_tokens=4) for prompt in PROMPTS * 10], run={"stop_requested": stop})
     assert result.outcome == "interrupted"
     assert 0 < len(rows) < 50
-    for request_id in list(harness.engine._requests):
-        harness.engine.abort(request_id)
+    harness.abort_all()
 
 
 def test_the_garbage_collector_looks_only_through_what_a_run_has_made(harness):
@@ -422,8 +405,7 @@ def test_what_goes_wrong_in_a_slow_source_is_raised(harness):
 
     with pytest.raises(PagedcliError, match="stdin is damaged"):
         harness.run(SlowSource(lines()))
-    for request_id in list(harness.engine._requests):
-        harness.engine.abort(request_id)
+    harness.abort_all()
 
 
 def mutated_lines(rng, count):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pagedcli.batch.stats import BatchStats, LogHistogram, SeenIds
+from pagedcli.batch.stats import LogHistogram, SeenIds
 
 
 def test_percentiles_are_exact_to_a_percent_without_keeping_the_values():
@@ -28,7 +28,3 @@ def test_ids_are_new_once_and_text_and_numbers_are_different_ids():
     ids = [*range(5000), *map(str, range(5000))]
     assert all(seen.add(row_id) for row_id in ids)
     assert not any(seen.add(row_id) for row_id in ids)
-
-
-def test_the_hit_rate_of_nothing_is_zero():
-    assert BatchStats().facts.hit_rate == 0.0

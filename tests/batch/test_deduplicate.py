@@ -2,7 +2,6 @@
 
 import json
 
-import msgspec
 import pytest
 from harness.engine import Harness, MemorySource, encode, without_run_dependent_fields
 
@@ -142,7 +141,3 @@ def test_an_input_that_is_read_once_is_refused(monkeypatch):
     job = Job(load_config(None, {"run.deduplicate": True}), "-", None)
     with pytest.raises(UsageError, match="reads the input twice"):
         run_job(job)
-
-
-def test_the_flag_does_not_change_the_fingerprint(tmp_path):
-    assert msgspec.to_builtins(load_config(None, {"run.deduplicate": True}).config)["run"]["deduplicate"] is True

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from conftest import shared_data
+from harness.engine import original
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Original
 
@@ -134,7 +135,7 @@ def test_texts_are_split_as_the_original_tokenizers_do(name, words, tmp_path):
     fields = {"ggml__model": "gpt2", "ggml__tokens": ["a", "b", "ab"], "ggml__merges": ["a b"]}
     tokenizer = Tokenizer(write(tmp_path / "model.gguf", ggml__pre=name, **fields))
     text, offsets = "".join(words), []
-    for _, (start, end) in tokenizer._hf.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text):
+    for _, (start, end) in original(tokenizer).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text):
         offsets.append(text[start:end])
     assert offsets == words
 

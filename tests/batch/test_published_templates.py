@@ -5,6 +5,7 @@ import re
 
 import pytest
 from conftest import SHARED, shared_data
+from harness.engine import original
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pagedcli.batch import chat_template
@@ -87,10 +88,10 @@ def expected_text(tokenizer, chat, arguments):
     for form in forms(chat):
         try:
             if re.search(r"content'\] is (not )?none", arguments["chat_template"]):
-                special = tokenizer._hf.special_tokens_map
+                special = original(tokenizer).special_tokens_map
                 [text], _ = render_jinja_template([form], **special, **arguments)
             else:
-                text = tokenizer._hf.apply_chat_template(form, tokenize=False, **arguments)
+                text = original(tokenizer).apply_chat_template(form, tokenize=False, **arguments)
         except Exception:
             continue
         if all(part in text for part in parts) and not re.search(r"""['"]type['"]: ['"]text['"]""", text):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from copy import copy
 
 import pytest
-from harness.core import Oracle, Simulation, likeliest
+from harness.core import Oracle, Simulation, finish, likeliest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -131,9 +131,7 @@ def alone(number, asked, **changes):
     """What a request gets with the pool to itself."""
     sim = Simulation(200, max_num_batched_tokens=100, **changes)
     add(sim, number, asked)
-    outputs = []
-    while sim.has_unfinished_requests():
-        outputs += sim.step()
+    outputs = list(finish(sim).values())
     return results(outputs)
 
 
@@ -213,8 +211,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, stat
     assert all(0 < sum(new) <= limits["max_num_batched_tokens"] for new in sim.executor.steps)
     assert all(max(new) <= (limits["chunked_prefill_size"] or sum(new)) for new in sim.executor.steps) or drafter
     assert all(each <= sim.limits.most_sampled for each in sim.executor.num_sampled)
-    assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
-    assert sorted(sim.scheduler._free_rows) == list(range(sim.limits.max_num_seqs))
+    sim.check_nothing_is_left()
     if states:
         plan = sim.cache.states.plan
         assert (sim.cache.states.num_held, len(plan._num_waiting), len(plan._coming)) == (0, 0, 0)
@@ -331,9 +328,7 @@ def test_a_stop_checker_that_raises_ends_its_own_request_and_no_other():
     sim.add([1, 2, 3, 4], request_id="after")
     with pytest.raises(ValueError, match="broken checker"):
         sim.step()
-    outputs = []
-    while sim.has_unfinished_requests():
-        outputs += sim.step()
+    outputs = list(finish(sim).values())
     by_id = {output.request_id: output for output in outputs}
     assert by_id["broken"].error.code == "callback_failed"
     assert {sample.finish_reason for sample in by_id["broken"].samples} == {"error"}
@@ -398,9 +393,7 @@ def test_logits_that_are_no_numbers_end_one_request_with_an_error(ahead):
     sim = Simulation(40, choose=choose, runs_ahead=ahead, max_num_batched_tokens=64)
     sim.add([9, 1, 2], 6, request_id="bad", n=2)
     sim.add([1, 2, 3], 6, request_id="good")
-    outputs = []
-    while sim.has_unfinished_requests():
-        outputs += sim.step()
+    outputs = list(finish(sim).values())
     bad, good = sorted(outputs, key=lambda output: output.request_id)
     assert bad.error.code == "invalid_logits"
     assert [(len(sample.token_ids), sample.finish_reason) for sample in bad.samples] == [(2, "error")] * 2
@@ -451,9 +444,7 @@ def test_beams_are_those_of_the_textbook(width, early_stopping, length_penalty):
         eos = {(seed + 3) % 10, 9} if seed % 2 else set()
         sim = Simulation(60, max_num_batched_tokens=64, eos_token_ids=frozenset(eos))
         sim.add(prompt, params=SamplingParams(beam_width=width, n=width, max_tokens=6, stop_token_ids=stops, **given))
-        outputs = []
-        while sim.has_unfinished_requests():
-            outputs += sim.step()
+        outputs = list(finish(sim).values())
         wanted, samples = beam_search(prompt, width, 6, {*stops, *eos}, **given), outputs[0].samples
         assert [sample.token_ids for sample in samples] == [output for _, output in wanted]
         assert [sample.score for sample in samples] == pytest.approx([score for score, _ in wanted])

@@ -1,12 +1,11 @@
 """The counts of a run, by hand: lookups, steps, waste, parts of a run added up; times of a request."""
 
 import pytest
-from harness.core import Simulation
+from harness.core import Simulation, finish
 
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS
-from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, StepClock, TimedEmit
 from pagedcli.sampling_params import SamplingParams
 
@@ -122,19 +121,12 @@ def test_time_of_a_step_is_that_of_its_phases_without_observers():
     assert (unobserved.phases_ns, unobserved.observer_ns) == ([0, 0, 30], 0)
 
 
-def finished(sim) -> dict[str, FinishedRequest]:
-    found = {}
-    while sim.has_unfinished_requests():
-        found |= {output.request_id: output for output in sim.step()}
-    return found
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_times_of_a_request_follow_each_other(ahead):
     sim = Simulation(60, max_num_seqs=1, max_num_batched_tokens=64, runs_ahead=ahead)
     sim.add([1, 2, 3], 1, request_id="one")
     sim.add([1, 2, 3], 5, request_id="five")
-    found = {name: output.metrics for name, output in finished(sim).items()}
+    found = {name: output.metrics for name, output in finish(sim).items()}
     one, five = found["one"], found["five"]
     assert 0 < one.queued_s < one.ttft_s == one.total_s
     assert one.tpot_s is None
@@ -142,7 +134,7 @@ def test_times_of_a_request_follow_each_other(ahead):
     assert five.tpot_s == pytest.approx((five.total_s - five.ttft_s) / 4)
     assert (five.num_preemptions, five.num_recomputed_tokens) == (0, 0)
     sim.add([1, 2, 3], request_id="scored", continuations=[[1, 2], [2, 1, 3]])
-    scored = finished(sim)["scored"].metrics
+    scored = finish(sim)["scored"].metrics
     assert scored.ttft_s < scored.total_s  # its context has its scores before the continuations have theirs
     assert sim.stats.ideal_of is None
 
@@ -152,14 +144,14 @@ def test_facts_say_of_how_many_tokens_the_ideal_is_known(monkeypatch):
     sim = Simulation(60)
     for number in range(4):
         sim.add([number] * 6, 1)
-    finished(sim)
+    finish(sim)
     assert sim.stats.ideal_of == MOST_SEEN_TOKENS
 
 
 def test_preemptions_of_a_request_are_those_of_all_its_samples():
     sim = Simulation(9, max_num_batched_tokens=64, max_num_seqs=6, enable_prefix_caching=False)
     sim.add([1, 2, 3], 9, n=3, request_id="several")
-    found = finished(sim)["several"].metrics
+    found = finish(sim)["several"].metrics
     assert found.num_preemptions == sum(seq.num_preemptions for seq in sim.seqs) > 0
     assert found.num_recomputed_tokens == sum(seq.facts.num_recomputed_tokens for seq in sim.seqs) > 0
 
@@ -169,7 +161,7 @@ def test_steps_ahead_count_no_token_of_a_sequence_that_had_ended():
         sim = Simulation(60, runs_ahead=ahead, max_num_batched_tokens=64)
         for number in range(3):
             sim.add([number, 1, 2], params=SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[0, 3]))
-        finished(sim)
+        finish(sim)
         return sim.stats.num_computed_tokens, sim.num_discarded_tokens
 
     plain, ahead = computed(False), computed(True)
@@ -189,9 +181,6 @@ def test_nothing_is_left_of_requests_that_have_ended():
     for number in range(3):
         sim.abort(f"n {number}")
         sim.abort(f"scored {number}")
-    assert finished(sim).keys() == {"n 3", "scored 3"}
+    assert finish(sim).keys() == {"n 3", "scored 3"}
     assert sim.stats.num_sequences == len(sim.seqs)
-    assert not sim._forks._parents | sim._forks._contexts
-    assert not sim._forks._computed
-    assert (sim.scheduler.num_grouped, sim.scheduler._num_scoring) == (0, 0)
-    assert sorted(sim.scheduler._free_rows) == list(range(sim.limits.max_num_seqs))
+    sim.check_nothing_is_left()

@@ -11,7 +11,7 @@ from harness.core import Simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_core import alone, limits, play, request, same_pool
-from test_store_machine import AtOnce
+from test_store_machine import write_at_once
 
 from pagedcli.content_files import ContentFolder
 from pagedcli.core.prefixes import token_bytes, token_ids_of
@@ -61,7 +61,7 @@ def engine(folder, **changes):
     num_groups = sim.block_manager.num_groups
     memory = Blocks(sim.executor)
     sim.cache.store = PrefixStore(ContentFolder(folder), {"a": "b"}, memory, 2, num_groups, states=states)
-    sim.cache.store._thread = AtOnce()
+    write_at_once(sim.cache.store)
     return sim
 
 

@@ -4,7 +4,7 @@ pool, chunk, company, failure."""
 from contextlib import suppress
 
 import pytest
-from harness.core import Simulation, next_token, scored
+from harness.core import Simulation, finish, next_token, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -39,9 +39,7 @@ def test_each_token_is_computed_once_for_every_cut_of_blocks(num_context, size):
     for turn, hit in enumerate((0, hits)):
         before = engine.stats.num_computed_tokens
         engine.add(context, request_id=f"{turn}", continuations=continuations)
-        outputs = []
-        while engine.has_unfinished_requests():
-            outputs += engine.step()
+        outputs = list(finish(engine).values())
         assert found(outputs[0]) == expected(context, continuations)
         assert outputs[0].num_cached_tokens == hit
         assert engine.stats.num_computed_tokens - before == num_context - hit + 1 + 4 + 3

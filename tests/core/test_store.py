@@ -2,7 +2,7 @@
 
 import pytest
 from harness.core import SIZE, make_seq
-from test_store_machine import AtOnce, Contents
+from test_store_machine import Contents, write_at_once
 
 from pagedcli.content_files import ContentFolder
 from pagedcli.core.prefixes import Prefix, token_bytes
@@ -17,7 +17,7 @@ class States(Contents):
 
 def opened(folder, *, states=None, num_groups=1, identity=IDENTITY):
     store = PrefixStore(ContentFolder(folder), identity, Contents(), SIZE, num_groups, states=states)
-    store._thread = AtOnce()
+    write_at_once(store)
     return store
 
 

@@ -52,6 +52,10 @@ class AtOnce:
         pass
 
 
+def write_at_once(store):
+    store._thread = AtOnce()
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Runs that follow each other on one folder, each with a pool of 9 blocks of 2 tokens per group."""
 
@@ -69,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.cache, self.memory, self.live, self.next_id = Cache(self.manager), Contents(), [], 0
         folder = ContentFolder(self.folder, most_bytes=MOST_BYTES)
         self.store = self.cache.store = PrefixStore(folder, {"a": "b"}, self.memory, SIZE, len(self.windows))
-        self.store._thread = AtOnce()
+        write_at_once(self.store)
 
     def expected(self, seq, index):
         span, group = divmod(index, len(self.windows))

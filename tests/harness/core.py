@@ -374,11 +374,28 @@ class Simulation(EngineCore):
             if self._check:
                 self.cache.check([*self.scheduler.running, *self.scheduler.contexts])
 
+    def check_nothing_is_left(self):
+        """Of requests that have ended."""
+        assert not self._forks._parents | self._forks._contexts
+        assert not self._forks._computed
+        assert (self.scheduler.num_grouped, self.scheduler._num_scoring) == (0, 0)
+        assert sorted(self.scheduler._free_rows) == list(range(self.limits.max_num_seqs))
+
     def run(self, max_steps=100_000):
         while self.has_unfinished_requests():
             assert self.stats.num_steps < max_steps, "the scheduler makes no progress"
             self.step()
         return self
+
+
+def finish(engine):
+    """Step any engine until nothing is left. Returns its outputs by request_id; the pool is checked after each step."""
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.cache.check([*engine.scheduler.running, *engine.scheduler.contexts])
+    assert engine.block_manager.num_free_blocks == engine.limits.num_blocks
+    return outputs
 
 
 def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, fails=0.0, **limits) -> list[Event]:

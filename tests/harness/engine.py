@@ -38,11 +38,15 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 import transformers
+from harness.core import finish
+from model_zoo import load_model
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.base import LateTokens, PagedBatch
+from pagedcli.attention.base import AttentionSpec, LateTokens, PagedBatch
+from pagedcli.attention.select import load_backend
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import Line, LineSource
@@ -55,8 +59,10 @@ from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.core.requests import FinishedRequest, RequestMetrics
 from pagedcli.core.sequence import SampleOutput
+from pagedcli.errors import BackendError
 from pagedcli.models.base import cache_shape
 from pagedcli.models.hub import resolve_model
+from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import layer_groups
 from pagedcli.runner.device_state import state_pools
 from pagedcli.runner.llm_engine import LLMEngine
@@ -84,23 +90,28 @@ def ragged_prompts(num_prompts=16, vocab_size=320, seed=0):
     return [shared + prompt if i % 2 else prompt for i, prompt in enumerate(prompts)]
 
 
-def run(engine, prompts, params):
-    """Token ids of all samples of all prompts, in order; `params` is one for all or a list."""
+def outputs_of(engine, prompts, params, **request):
+    """The outputs of all prompts, in order; `params` is one for all or a list."""
     params = params if isinstance(params, list) else [params] * len(prompts)
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), prompt, param)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[output.request_id] = output
-        engine.cache.check(engine.scheduler.running)
-    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
-    return [[sample.token_ids for sample in outputs[str(i)].samples] for i in range(len(prompts))]
+        engine.add_request(str(i), prompt, param, **request)
+    outputs = finish(engine)
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+
+def run(engine, prompts, params):
+    """Token ids of all samples of all prompts, in order; `params` is one for all or a list."""
+    return [[sample.token_ids for sample in output.samples] for output in outputs_of(engine, prompts, params)]
 
 
 def make_engine(path, *, emit=None, trace_tokens=False, clock_ns=time.perf_counter_ns, **config):
     config = EngineConfig(model=str(path), device="cpu", **{"dtype": "float32", "max_num_seqs": 16, **config})
     return LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
+
+
+def worker_processes(engine):
+    """The processes of the other ranks of its group."""
+    return [worker.process for worker in engine._group._ranks.workers]
 
 
 class PagedHarness:
@@ -170,6 +181,19 @@ class PagedHarness:
             self.num_steps[row] += 1
         writes = [2 * row + self.num_steps[row] % 2 for row in rows]
         return torch.tensor(reads, dtype=torch.int32), torch.tensor(writes, dtype=torch.int32)
+
+
+def loaded(path, backend="cpu", *, dtype=torch.float32, block_size=4, max_model_len=256, **options):
+    """A model and its attention backend; the test is skipped, with the reason, where the backend cannot run."""
+    spec, device = read_spec(path), torch.device("cpu")
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    try:
+        layers = frozenset(spec.attention_layers)
+        chosen = load_backend(backend, AttentionSpec(device, dtype, block_size, **sizes, layers=layers))
+    except BackendError as error:
+        pytest.skip(error.message)
+    options |= {"dtype": dtype, "device": device, "max_model_len": max_model_len}
+    return load_model(path, spec, backend=chosen, **options), chosen
 
 
 def paged_logits(model, backend, sequences, *, num_prompt, block_size, chunk, dtype=torch.float32):
@@ -271,6 +295,11 @@ class Harness:
         ).run()
         return result, [json.loads(row) for row in stream.getvalue().splitlines()]
 
+    def abort_all(self):
+        """What a run that was stopped has left in the engine."""
+        for request_id in list(self.engine._requests):
+            self.engine.abort(request_id)
+
     def rows(self, lines, **options):
         """The rows without the fields in which equal runs may differ."""
         return [without_run_dependent_fields(row) for row in self.run(lines, **options)[1]]
@@ -302,6 +331,11 @@ def without_run_dependent_fields(row):
     if body.get("usage"):
         del body["usage"]["prompt_tokens_details"]
     return row
+
+
+def original(tokenizer):
+    """The tokenizer of transformers in one of ours."""
+    return tokenizer._hf
 
 
 def with_tokens(folder, tokens, *, special=False, template=None):

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 from conftest import native_library
-from harness.engine import PagedHarness, assert_same_logits, paged_logits, ragged_sequences, transformers_logits
+from harness.engine import PagedHarness, assert_same_logits, loaded, paged_logits, ragged_sequences, transformers_logits
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
 from quantized_zoo import gptq, quantized_twins
 
 from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.select import load_backend, select_backend
+from pagedcli.attention.select import load_backend
 from pagedcli.layers.sampling import INVALID, likeliest_tokens
 from pagedcli.models.cpu_decoder import CpuDecoder
 from pagedcli.models.formats import FORMATS
@@ -137,11 +137,7 @@ def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
 def test_tokens_that_nobody_asks_for_change_no_bit(family, tmp_path_factory):
     """They end at the last layer that keeps K and V or a state; the cache and the tokens asked for are the same."""
     path = cached_model(family, tmp_path_factory)
-    spec = read_spec(path)
-    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    options = {"device": CPU, "dtype": torch.float32}
-    backend = select_backend("cpu", block_size=4, layers=spec.attention_layers, **options, **sizes).backend
-    model = load_model(path, spec, backend=backend, max_model_len=256, **options)
+    model, backend = loaded(path)
     first = [(0, 0, list(range(3, 23))), (1, 0, [7]), (2, 0, list(range(9, 42)))]
     then = [(0, 20, [5, 6, 7]), (1, 1, [8]), (2, 33, [4, 4])]
 

@@ -43,6 +43,15 @@ def test_the_product_is_that_of_the_dequantized_weight(case, tokens):
     torch.testing.assert_close(half.double(), expected, rtol=2e-3, atol=2e-2)
 
 
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Inputs of these sizes are cut, as those of real models are on a GPU."""
+    from pagedcli.layers import triton_products
+
+    monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
+    monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
+
+
 FORMS = {
     "4 bits": random_weight(40, 400, group_size=80),
     "4 bits by 32": random_weight(33, 400),
@@ -56,12 +65,9 @@ FORMS = {
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
-    from pagedcli.layers import triton_products
+def test_parts_of_the_inputs_are_added(form, tokens, short_parts):
     from pagedcli.layers.triton_products import TritonLinear, linear_constants
 
-    monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
-    monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
     weight = FORMS[form]
     x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
     numbers = weight.dequantized(torch.float32)
@@ -78,12 +84,9 @@ def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
 @pytest.mark.quick("4 bits by 32", "FP8")
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
-def test_the_company_of_a_row_does_not_change_its_bits(form, monkeypatch):
-    from pagedcli.layers import triton_products
+def test_the_company_of_a_row_does_not_change_its_bits(form, short_parts):
     from pagedcli.layers.triton_products import TritonLinear
 
-    monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
-    monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
     linear = TritonLinear(FORMS[form])
     x = exact_activations(40, linear._weight.num_in).half() / 127
     assert torch.equal(linear(x), torch.cat([linear(x[:1]), linear(x[1:20]), linear(x[20:])]))

@@ -92,15 +92,6 @@ def test_spec_comes_from_the_config_and_the_way_it_runs_is_announced(tmp_path_fa
     assert model.weight_bytes == parameters + buffers
 
 
-def test_heads_that_differ_from_the_config_are_refused(tmp_path):
-    """Backend and cache are made for the heads that the config names. JetMoe has two for each expert of a token."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
-    path = random_model(transformers.JetMoeConfig(**SMALL, **experts), tmp_path)
-    assert (
-        "4 key/value heads of size 16, where its config says 4 query heads and 2 key/value" in refusal_of(path).message
-    )
-
-
 @pytest.mark.long
 def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal_checkpoint(tmp_path):
     """Gemma 3n past its window, in a small pool: the last two of its four layers hold no blocks."""

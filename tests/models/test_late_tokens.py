@@ -3,12 +3,10 @@
 import pytest
 import torch
 from bit_settings import by_default
-from harness.engine import PagedHarness, make_engine, ragged_prompts
-from model_zoo import ALL_FAMILIES, GEMMA4_FAMILIES, cached_model, load_model, tiny_model
+from harness.engine import PagedHarness, loaded, make_engine, outputs_of, ragged_prompts
+from model_zoo import ALL_FAMILIES, GEMMA4_FAMILIES, cached_model, tiny_model
 
-from pagedcli.attention.select import select_backend
 from pagedcli.models.decoder import Decoder
-from pagedcli.models.reading import read_spec
 from pagedcli.sampling_params import SamplingParams
 
 FAMILIES = ["llama", "cohere2", "gemma4-e2b", "gemma4-26b", "qwen3_5", "lfm2"]  # the last layer of lfm2 keeps a state
@@ -23,17 +21,10 @@ PARAMS = [
 ]
 
 
-def load(path, name):
-    spec, options = read_spec(path), {"device": torch.device("cpu"), "dtype": torch.float32}
-    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    backend = select_backend(name, block_size=4, layers=spec.attention_layers, **options, **sizes).backend
-    return load_model(path, spec, backend=backend, max_model_len=256, **options), backend
-
-
 @pytest.mark.parametrize("name", ["reference", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_asked_for_and_the_cache_are_those_of_a_step_in_which_all_are_asked_for(family, name, tmp_path_factory):
-    model, backend = load(cached_model(family, tmp_path_factory), name)
+    model, backend = loaded(cached_model(family, tmp_path_factory), name)
     assert isinstance(model, Decoder)
 
     def steps(rows_of_first, rows_of_then):
@@ -58,7 +49,7 @@ BY_TRANSFORMERS = {"vaultgemma", "gemma3n", "gpt2", "gpt_neox", "opt"}  # famili
 def test_a_step_of_chunks_in_the_middle_of_prompts_leaves_the_cache_of_one_that_asks_for_all(family, tmp_path):
     """Heads of 24 elements, which together are wider than the model."""
     tiny_model(family, tmp_path / "model", **({} if family in OWN_HEADS else {"head_dim": 24}))
-    model, backend = load(tmp_path / "model", "reference")
+    model, backend = loaded(tmp_path / "model", "reference")
     assert isinstance(model, Decoder)
     caches = []
     for rows in (range(54), []):
@@ -83,7 +74,7 @@ def tokens_in_layers(model, rows, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "late"), [([19, 20, 53], 3), ([19, 20, 40], 16), ([], None), (range(54), 54)])
 def test_layers_that_read_others_compute_the_late_tokens_alone(rows, late, tmp_path_factory, monkeypatch):
-    model, _ = load(cached_model("gemma4-e2b", tmp_path_factory), "sdpa")
+    model, _ = loaded(cached_model("gemma4-e2b", tmp_path_factory), "sdpa")
     assert model.spec.last_keeper == 2
     assert tokens_in_layers(model, rows, monkeypatch) == [54, 54] + [late] * (4 if late else 0)
 
@@ -97,12 +88,7 @@ def test_tokens_beams_and_scores_of_prompts_are_those_of_the_native_decoder(fami
 
     def outputs(**config):
         engine = make_engine(path, block_size=4, max_model_len=96, **config)
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, PARAMS[i % 3])
-        found = {}
-        while engine.has_unfinished_requests():
-            found |= {output.request_id: output for output in engine.step()}
-        return engine, [found[str(i)] for i in range(len(prompts))]
+        return engine, outputs_of(engine, prompts, PARAMS * 3)
 
     _, expected = outputs(attention_backend="cpu")
     engine, found = outputs(attention_backend="sdpa", chunked_prefill_size=7, num_kvcache_blocks=66)

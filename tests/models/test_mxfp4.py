@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.engine import make_engine, paged_logits, ragged_prompts, ragged_sequences, run
-from model_zoo import load_model
+from harness.engine import loaded, make_engine, paged_logits, ragged_prompts, ragged_sequences, run
 from quantized_zoo import exact_activations, mxfp4_twins, numbers_of, random_mxfp4
 
-from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.attention.select import select_backend
+from pagedcli.config import EngineConfig
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -39,8 +40,7 @@ def test_widened_weights_give_the_logits_of_the_unquantized_numbers(twins):
     sequences, num_prompt = ragged_sequences()
     found = []
     for path in twins:
-        backend = ReferenceAttention()
-        model = load_model(path, read_spec(path), backend=backend, dtype=torch.float32, device=CPU, max_model_len=256)
+        model, backend = loaded(path, "reference")
         found.append(paged_logits(model, backend, sequences, num_prompt=num_prompt, block_size=16, chunk=7))
     for exact, read in zip(*found, strict=True):
         assert torch.equal(exact, read)
@@ -50,14 +50,9 @@ def test_native_products_are_those_of_the_numbers_within_the_rounding_of_activat
     sequences, num_prompt = ragged_sequences()
     found, kept = [], []
     for path in twins:
-        spec = read_spec(path)
-        sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-        chosen = select_backend(
-            "cpu", device=CPU, dtype=torch.float32, block_size=16, layers=spec.attention_layers, **sizes
-        )
-        model = load_model(path, spec, backend=chosen.backend, dtype=torch.float32, device=CPU, max_model_len=256)
+        model, backend = loaded(path, block_size=16)
         options = {"num_prompt": num_prompt, "block_size": 16, "chunk": 7}
-        found.append(torch.cat(paged_logits(model, chosen.backend, sequences, **options)))
+        found.append(torch.cat(paged_logits(model, backend, sequences, **options)))
         kept.append(model.weight_bytes)
     exact, read = found
     assert (exact - read).abs().median() < 0.02 * exact.std()
@@ -92,23 +87,9 @@ def test_tokens_do_not_depend_on_pool_company_and_chunks(twins):
 
 @pytest.mark.usefixtures("own_panels")
 def test_forecast_of_kept_bytes_is_what_is_kept(twins):
-    from pagedcli.models.footprint import footprint
-
-    spec = read_spec(twins[1])
-    backend = select_backend(
-        "cpu",
-        device=CPU,
-        dtype=torch.bfloat16,
-        block_size=16,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        layers=spec.attention_layers,
-    ).backend
-    model = load_model(twins[1], spec, backend=backend, dtype=torch.bfloat16, device=CPU, max_model_len=256)
-    assert spec.quantization is not None
-    forecast = footprint(spec, spec.quantization, "cpu", 2)
-    assert forecast.num_bytes == model.weight_bytes
+    path = twins[1]
+    config = EngineConfig(model=str(path), device="cpu", dtype="bfloat16", num_kvcache_blocks=8, max_model_len=128)
+    assert decide(config, read_spec(path), this_machine()).terms.weights == LLMEngine(config).plan.weight_bytes
 
 
 SCRIPT = """

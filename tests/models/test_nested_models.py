@@ -5,33 +5,18 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import native_library
-from harness.engine import make_engine, paged_logits, ragged_sequences, run, transformers_logits
-from model_zoo import DATA_FAMILIES, cached_model, load_model, tiny_model
+from harness.engine import loaded, make_engine, paged_logits, ragged_sequences, run, transformers_logits
+from model_zoo import DATA_FAMILIES, cached_model, tiny_model
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.attention.select import load_backend
 from pagedcli.errors import ModelError
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope_tables import query_scales
 from pagedcli.sampling_params import SamplingParams
 
-CPU = torch.device("cpu")
 SEQUENCES, NUM_PROMPT = ragged_sequences()
 OTHERS = {"vision_tower.patch.weight": torch.zeros(2), "multi_modal_projector.linear_1.weight": torch.zeros(3)}
-
-
-def loaded(path, backend_name):
-    spec = read_spec(path)
-    native_library()
-    layers = frozenset(spec.attention_layers)
-    attention = AttentionSpec(CPU, torch.float32, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim, layers=layers)
-    backend = load_backend("cpu", attention) if backend_name == "cpu" else ReferenceAttention()
-    model = load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU, max_model_len=128)
-    return model, backend
 
 
 def logits_of(path, backend="cpu"):

@@ -5,15 +5,12 @@ import json
 import pytest
 import torch
 import transformers
-from harness.engine import paged_logits, ragged_sequences, transformers_logits
-from model_zoo import RECURRENT_FAMILIES, cached_model, load_model, tiny_model
+from harness.engine import loaded, paged_logits, ragged_sequences, transformers_logits
+from model_zoo import RECURRENT_FAMILIES, cached_model, tiny_model
 from quick import slow_but
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.attention.select import load_backend
-from pagedcli.errors import BackendError, ConfigError, ModelError
+from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.mlps import Mlp
@@ -25,23 +22,10 @@ from pagedcli.models.weights import open_weights
 CPU = torch.device("cpu")
 
 
-def backend_for(spec, name, dtype):
-    if name == "reference":
-        return ReferenceAttention()
-    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    try:
-        layers = frozenset(spec.attention_layers)
-        return load_backend(name, AttentionSpec(device=CPU, dtype=dtype, block_size=4, layers=layers, **sizes))
-    except BackendError as error:
-        pytest.skip(error.message)
-
-
 def logits_of(path, *, chunk=7, dtype=torch.float32, backend="reference", **options):
-    spec = read_spec(path)
-    loaded = backend_for(spec, backend, dtype)
-    model = load_model(path, spec, backend=loaded, dtype=dtype, device=CPU, max_model_len=256, **options)
+    model, chosen = loaded(path, backend, dtype=dtype, **options)
     sequences, num_prompt = ragged_sequences()
-    return paged_logits(model, loaded, sequences, num_prompt=num_prompt, block_size=4, chunk=chunk, dtype=dtype)
+    return paged_logits(model, chosen, sequences, num_prompt=num_prompt, block_size=4, chunk=chunk, dtype=dtype)
 
 
 def largest_difference(a, b):
@@ -112,8 +96,7 @@ def test_the_language_model_of_a_larger_checkpoint_is_read_and_the_rest_is_named
     path = cached_model("qwen3_5", tmp_path_factory)
     whole = nested(path, tmp_path / "nested")
     assert largest_difference(logits_of(whole), logits_of(path)) == 0
-    spec = read_spec(whole)
-    model = load_model(whole, spec, backend=ReferenceAttention(), dtype=torch.float32, device=CPU, max_model_len=256)
+    model, _ = loaded(whole, "reference")
     [note] = model.notes
     assert note.startswith("2 tensors of the checkpoint are not read")
     assert note.endswith("model.visual.* and mtp.*")

@@ -4,6 +4,7 @@ the batch and the other requests: on this processor's instructions and on emulat
 import os
 
 import pytest
+from conftest import forget_library
 from harness.engine import ragged_prompts
 from model_zoo import tiny_model
 
@@ -39,11 +40,11 @@ def emulated(request):
     with pytest.MonkeyPatch.context() as patch:
         if emulated:
             patch.setenv(build.EMULATE_TILES, "1")
-        build._outcome.cache_clear()
+        forget_library()
         if emulated:
             assert bf16_path(load_library().functions) == Path.BF16_TILES
         yield emulated
-    build._outcome.cache_clear()
+    forget_library()
 
 
 def run(path, rows, *, block_size, chunk, max_num_seqs, **config):

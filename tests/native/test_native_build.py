@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 from attention_cases import INT8_TOLERANCE, TOLERANCE, Case, held_key, run, whole_steps, worst_error
+from conftest import forget_library
 from power_loss import left_behind
 from quantized_zoo import exact_activations, random_weight
 
@@ -34,9 +35,9 @@ needs_compiler = pytest.mark.skipif(
 def fresh_outcome(monkeypatch):
     """The loader keeps its answer for the process; forget it before and after. It builds, whatever is installed."""
     monkeypatch.setenv(build.NATIVE, "build")
-    build._outcome.cache_clear()
+    forget_library()
     yield
-    build._outcome.cache_clear()
+    forget_library()
 
 
 def test_no_compiler_is_a_reason_with_a_way_out(monkeypatch, tmp_path):
@@ -132,7 +133,7 @@ def cache(monkeypatch, tmp_path, quick, fresh_outcome):
     monkeypatch.setenv("CXX", str(quick))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert load_library().notes[-1].startswith("compiled")
-    build._outcome.cache_clear()
+    forget_library()
     return tmp_path / "cache" / "pagedcli" / "native"
 
 
@@ -167,7 +168,7 @@ def test_a_damaged_library_in_the_cache_is_built_again(cache, suffix, damage):
     damage(made.with_suffix(f".{suffix}"))
     assert load_library().notes[-1].startswith("compiled")
     assert made.read_bytes() == whole
-    build._outcome.cache_clear()
+    forget_library()
     assert load_library().notes == ()
 
 
@@ -318,37 +319,6 @@ def test_every_finite_value_passes_unchanged(library, dtype):
         assert torch.equal(result, torch.where(values.abs().float() < smallest, torch.zeros_like(values), values)) or (
             torch.equal(result, values)
         )
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_and_chunks_never_change_a_bit(dtype):
-    """One thread or two (which split long contexts), the prompt whole or in chunks: each token's result is the same."""
-    spec = AttentionSpec(torch.device("cpu"), dtype, 16, 4, 2, 64)
-    backend = cpu.CpuAttention(spec, load_library())
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            for lengths in ([(1600, 200)], [(1600, 1)], [(1600, 7)]):
-                case = Case(lengths, 16, 4, 2, 64, dtype)
-                results.append(run(backend, case)[-1])
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(results[0], result) for result in results)
-
-
-@needs_compiler
-def test_two_threads_share_one_long_sequence(library):
-    spec = AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64)
-    case = Case([(1600, 3), (40, 40)], 16, 4, 2, 64, torch.float32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert worst_error(run(cpu.CpuAttention(spec, library), case), case.expected()) < TOLERANCE[torch.float32]
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import forget_library
 
 from pagedcli.errors import BackendError
 from pagedcli.native import build, load_library, prebuilt
@@ -40,9 +41,9 @@ def installed(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    build._outcome.cache_clear()
+    forget_library()
     yield folder
-    build._outcome.cache_clear()
+    forget_library()
 
 
 @pytest.mark.parametrize("target", prebuilt.TARGETS, ids=lambda target: target.name)
@@ -107,7 +108,7 @@ def test_a_build_can_be_asked_for_and_other_values_are_refused(installed, proces
     monkeypatch.setenv(build.NATIVE, "build")
     with pytest.raises(BackendError, match="no C\\+\\+ compiler found"):
         load_library()
-    build._outcome.cache_clear()
+    forget_library()
     monkeypatch.setenv(build.NATIVE, "installed")
     with pytest.raises(BackendError, match="PAGEDCLI_NATIVE is 'installed'") as caught:
         load_library()
@@ -124,7 +125,7 @@ def test_a_library_can_be_asked_for_by_name_if_the_processor_can_run_it(installe
     (installed / next(each for each in prebuilt.TARGETS if each.name == "avx512").file_name).unlink()
     for name, reason in (("tiles", "has no amx_tile, amx_bf16, amx_int8"), ("avx512", "brought no avx512 library")):
         monkeypatch.setenv(build.NATIVE, name)
-        build._outcome.cache_clear()
+        forget_library()
         with pytest.raises(BackendError, match=reason):
             load_library()
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
+from conftest import forget_library
 from harness.engine import paged_logits, ragged_sequences, transformers_logits
 from model_zoo import load_model, tiny_model
 from quantized_zoo import random_weight
@@ -32,9 +33,9 @@ def emulated():
     """The library of this module's processes, with emulated tiles. Built once and kept, like the usual one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(build.EMULATE_TILES, "1")
-        build._outcome.cache_clear()
+        forget_library()
         yield load_library()
-    build._outcome.cache_clear()
+    forget_library()
 
 
 @contextmanager

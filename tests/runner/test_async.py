@@ -19,14 +19,6 @@ def model(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("async"), **SMALL)
 
 
-def make_engine(path, **config):
-    defaults = {"max_num_seqs": 4, "num_kvcache_blocks": 64, "block_size": 2, "max_num_batched_tokens": 32}
-    return LLMEngine(
-        EngineConfig(model=str(path), dtype="float32", device="cpu", **{**defaults, **config}),
-        emit=config.pop("emit", None),
-    )
-
-
 def stop_at(text):
     """A checker of a 'stop string' of token ids."""
 
@@ -163,25 +155,6 @@ def test_a_token_behind_the_end_is_discarded_and_counted(model):
     results, engine = run(model, requests, ahead=True)
     assert results[0, 0][0] == tokens[: tokens.index(stop) + 1]
     assert engine.num_discarded_tokens == 1
-
-
-def test_abort_with_a_step_in_flight_discards_its_tokens(model):
-    engine = make_engine(model, async_scheduling=True)
-    for i in range(3):
-        engine.add_request(str(i), [3, 4, 5], SamplingParams(n=2, max_tokens=20, ignore_eos=True))
-    for _ in range(3):
-        engine.step()
-    engine.abort("0")
-    engine.abort("1")
-    engine.add_request("later", [3, 4, 5], GREEDY)
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    assert sorted(output.request_id for output in outputs) == ["2", "later"]
-    expected = run(model, [([3, 4, 5], GREEDY, None)], ahead=False)[0][0, 0][0]
-    assert next(o for o in outputs if o.request_id == "later").samples[0].token_ids == expected
-    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
-    engine.block_manager.check([])
 
 
 def test_a_full_pool_preempts_one_step_later_and_not_more_often(model):

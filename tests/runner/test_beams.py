@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from bit_settings import by_default
+from harness.core import finish
 from harness.engine import make_engine, ragged_prompts
 from model_zoo import cached_model
 
@@ -43,15 +44,6 @@ def expected(reference, prompt, *, width, n=1, max_tokens=10, ends=(2,), **optio
     lengths = (found.beam_indices >= 0).sum(1).tolist()
     rows = found.sequences[:, len(prompt) :].tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)], found.sequences_scores.tolist()
-
-
-def finish(engine):
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-        engine.block_manager.check(engine.scheduler.running)
-    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
-    return outputs
 
 
 def beams_of(engine, prompt, *, width, n=1, max_tokens=10, ends=(2,), **options):

@@ -13,7 +13,7 @@ from quick import slow_but
 
 from pagedcli.attention.select import REGISTRY
 from pagedcli.config import EngineConfig
-from pagedcli.errors import ConfigError, PagedcliError, RequestError
+from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu, described_host
@@ -149,76 +149,6 @@ def test_whole_prompt_in_the_cache_computes_one_token_and_gives_the_same(family_
     engine = make_engine(path)
     assert run(engine, [prompt, prompt], params) == first * 2
     assert engine.stats.num_cached_tokens == 31
-
-
-def test_cache_salt_keeps_requests_apart(family_model):
-    path, _ = family_model("llama")
-    engine = make_engine(path)
-    params = SamplingParams(temperature=0, max_tokens=1)
-    cached = []
-    for i, salt in enumerate(["a", "a", "b", None]):
-        engine.add_request(str(i), list(range(10, 50)), params, cache_salt=salt)
-        cached += [output.num_cached_tokens for output in engine.step()]
-    assert cached == [0, 32, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "code"),
-    [
-        ([], {}, "empty_prompt"),
-        ([5, 320], {}, "invalid_token_id"),
-        ([-1], {}, "invalid_token_id"),
-        ([5] * 500, {"max_tokens": 13}, "context_length_exceeded"),
-        ([5] * 300, {"max_tokens": 22}, "kv_cache_exceeded"),
-        ([5], {"logit_bias": {400: 1.0}}, "invalid_token_id"),
-    ],
-)
-def test_a_request_that_can_never_be_served_is_refused_alone(family_model, prompt, params, code):
-    path, _ = family_model("llama")
-    engine = make_engine(path, num_kvcache_blocks=20)
-    with pytest.raises(RequestError) as refused:
-        engine.add_request("bad", prompt, SamplingParams(**params))
-    assert refused.value.code == code
-    assert run(engine, [[5, 6]], SamplingParams(max_tokens=2)) != []
-
-
-def test_a_request_that_just_fits_the_pool_runs(family_model):
-    path, _ = family_model("llama")
-    engine = make_engine(path, num_kvcache_blocks=20)
-    [[tokens]] = run(engine, [[5] * 300], SamplingParams(max_tokens=21, ignore_eos=True))
-    assert len(tokens) == 21
-    assert engine.stats.peak_used_blocks == 20
-
-
-def test_stop_tokens_eos_and_min_tokens(family_model):
-    path, expected = family_model("llama")
-    prompt, tokens = ragged_prompts()[0], expected[0][0]
-    stop = tokens[5]
-    first = tokens.index(stop)
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=[stop])
-    engine = make_engine(path)
-    engine.add_request("a", prompt, params)
-    while not (outputs := engine.step()):
-        pass
-    [sample] = outputs[0].samples
-    assert sample.token_ids == tokens[: first + 1]
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
-    longer = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=[stop], min_tokens=20)
-    [[at_least]] = run(make_engine(path), [prompt], longer)
-    assert len(at_least) > 20
-    assert stop not in at_least[:20]
-
-
-def test_abort_releases_everything(family_model):
-    path, _ = family_model("llama")
-    engine = make_engine(path, max_num_seqs=2)
-    for i in range(4):
-        engine.add_request(str(i), [5, 6, 7], SamplingParams(n=2, max_tokens=50, ignore_eos=True))
-    engine.step()
-    for i in range(4):
-        engine.abort(str(i))
-    assert not engine.has_unfinished_requests()
-    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,19 @@ import re
 
 import pytest
 import torch
-from harness.engine import make_engine, paged_logits, ragged_sequences, run, transformers_logits, transformers_tokens
-from model_zoo import load_model, tiny_model
+from harness.engine import (
+    loaded,
+    make_engine,
+    paged_logits,
+    ragged_sequences,
+    run,
+    transformers_logits,
+    transformers_tokens,
+)
+from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 from test_families import KINDS
 
-from pagedcli.attention.select import select_backend
 from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ModelError
 from pagedcli.models.reading import read_spec
@@ -19,7 +26,7 @@ from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu
 from pagedcli.sampling_params import SamplingParams
 
-CPU, SAFETENSORS = torch.device("cpu"), "model.safetensors"
+SAFETENSORS = "model.safetensors"
 ROUNDED = {
     "kv int8": {"kv_cache_dtype": "int8"},
     "int8": {"quantization": "int8"},
@@ -55,12 +62,7 @@ def models(tmp_path_factory):
 def test_bits_do_not_depend_on_chunks_or_company_and_logits_equal_transformers(models):
     path, _ = models("gemma4-e2b")
     sequences, num_prompt = ragged_sequences()
-    spec = read_spec(path)
-    backend = select_backend(
-        "cpu", device=CPU, dtype=torch.float32, block_size=16, num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, layers=spec.attention_layers,
-    ).backend  # fmt: skip
-    model = load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU)
+    model, backend = loaded(path, block_size=16)
     sizes = {"block_size": 16, "chunk": None}
     together = paged_logits(model, backend, sequences, num_prompt=num_prompt, **sizes)
     chunked = paged_logits(model, backend, sequences, num_prompt=num_prompt, **sizes | {"chunk": 7})
@@ -82,12 +84,10 @@ def test_heads_and_rotations_of_published_models_equal_transformers(family, tmp_
     assert {mixer.head_dim for mixer in spec.attentions} == {256, 512}
     sequences, num_prompt = ragged_sequences()
     options = {"num_prompt": num_prompt, "block_size": 16, "chunk": 32}
-    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
     exact = torch.cat(transformers_logits(path, sequences, dtype=torch.float64))
     for dtype in (torch.float32, torch.bfloat16):
-        chosen = select_backend("cpu", device=CPU, dtype=dtype, block_size=16, layers=spec.attention_layers, **sizes)
-        model = load_model(path, spec, backend=chosen.backend, dtype=dtype, device=CPU)
-        ours = torch.cat(paged_logits(model, chosen.backend, sequences, dtype=dtype, **options))
+        model, backend = loaded(path, dtype=dtype, block_size=16)
+        ours = torch.cat(paged_logits(model, backend, sequences, dtype=dtype, **options))
         theirs = torch.cat(transformers_logits(path, sequences, dtype=dtype))
         errors = [float((each.double() - exact).square().mean().sqrt()) for each in (ours, theirs)]
         assert 0 < errors[0] < 2 * errors[1]

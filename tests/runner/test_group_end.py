@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch.distributed as dist
-from harness.engine import ragged_prompts
+from harness.engine import ragged_prompts, worker_processes
 from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig
@@ -83,7 +83,7 @@ def ten_steps(engine):
 
 
 def close_in_time(engine):
-    workers = [worker.process for worker in engine._group._ranks.workers]
+    workers = worker_processes(engine)
     engine.close()
     assert [worker.returncode for worker in workers] == [0] * len(workers)  # left before _LEAVE_S, and not killed
     assert not dist.is_initialized()
@@ -119,7 +119,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_words(model, change_work
             ten_steps(engine)
     assert time.monotonic() - started < LONG_WAIT_S
     assert not dist.is_initialized()
-    assert engine._group._ranks.workers[0].process.returncode is not None
+    assert worker_processes(engine)[0].returncode is not None
 
 
 @pytest.mark.long
@@ -135,7 +135,7 @@ def test_a_main_thread_stuck_with_a_dead_worker_ends_the_process(model, monkeypa
     monkeypatch.setattr(tensor_parallel, "_LEAVE_S", 0.1)
     engine = two_ranks(model)
     monkeypatch.setattr(tensor_parallel.os, "_exit", end)
-    engine._group._ranks.workers[0].process.kill()
+    worker_processes(engine)[0].kill()
     [watch] = [thread for thread in threading.enumerate() if thread.name == "pagedcli-ranks"]
     watch.join(10)
     assert codes == [1]

@@ -3,7 +3,7 @@ tokens are those of transformers by test_families)."""
 
 import pytest
 from bit_settings import by_default
-from harness.engine import make_engine, ragged_prompts, run
+from harness.engine import make_engine, outputs_of, ragged_prompts, run
 from model_zoo import cached_model
 
 from pagedcli.errors import ConfigError
@@ -52,12 +52,8 @@ def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_cro
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 
     def logprobs(engine, prompts):
-        for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), prompt, params)
-        found = {}
-        while engine.has_unfinished_requests():
-            found |= {output.request_id: output.samples[0].logprobs for output in engine.step()}
-        return [[(each.logprob, each.top) for each in found[str(number)]] for number in range(len(prompts))]
+        outputs = outputs_of(engine, prompts, params)
+        return [[(each.logprob, each.top) for each in output.samples[0].logprobs] for output in outputs]
 
     alone = make_engine(path, max_model_len=96, max_num_seqs=1, checkpoints="none", enable_prefix_caching=False)
     expected = [logprobs(alone, [prompt])[0] for prompt in PROMPTS]

@@ -1,7 +1,7 @@
 """A model with NaN among its weights: the request that meets it ends with an error, and its neighbours do not."""
 
 import pytest
-from harness.engine import make_engine
+from harness.engine import make_engine, outputs_of
 from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -19,15 +19,6 @@ def model(tmp_path_factory):
     return path
 
 
-def serve(engine, prompts, params):
-    for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, params)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    return [outputs[str(number)] for number in range(len(prompts))]
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(
@@ -37,10 +28,10 @@ def test_only_the_request_that_meets_nan_ends_with_an_error(model, ahead, backen
     params = SamplingParams(max_tokens=6, ignore_eos=True, logit_bias={BAD: -100.0}, **options)
     prompts = [[5, 6, 8], [5, BAD, 8], [9, 10]]
     config = {"async_scheduling": ahead, "attention_backend": backend, "num_kvcache_blocks": 64}
-    first, bad, last = serve(make_engine(model, **config), prompts, params)
+    first, bad, last = outputs_of(make_engine(model, **config), prompts, params)
     assert bad.error.code == "invalid_logits"
     assert bad.samples[0].finish_reason == "error"
     for output, prompt in ((first, prompts[0]), (last, prompts[2])):
-        [alone] = serve(make_engine(model, **config), [prompt], params)
+        [alone] = outputs_of(make_engine(model, **config), [prompt], params)
         assert output.error is None
         assert output.samples[0].token_ids == alone.samples[0].token_ids

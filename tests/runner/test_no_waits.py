@@ -2,6 +2,7 @@
 every family, kind of sampling and kind of weights, with kernels that are launched but not run (see pretend_cuda)."""
 
 import pytest
+from harness.core import finish
 from harness.engine import FirstEight, ragged_prompts
 from interpreter import interpreted
 from model_zoo import GEMMA4_FAMILIES, tiny_model
@@ -71,10 +72,7 @@ def check(gpu, path, prompts=None, **config):
     for number, prompt in enumerate(2 * (prompts or ragged_prompts(len(PARAMS)))):
         engine.add_request(str(number), prompt, PARAMS[number % len(PARAMS)])
     engine.add_request("guided", [5, 6, 7], PARAMS[0], make_guide=FirstEight)
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-        engine.block_manager.check(engine.scheduler.running)
+    outputs = list(finish(engine).values())
     assert len(outputs) == 2 * len(PARAMS) + 1
     assert not any(output.error for output in outputs)
     assert not gpu.waits, "a step waits for the device"
@@ -93,16 +91,6 @@ def test_a_step_of_every_family(family, tmp_path, idle_gpu):
     assert replays > 0
     assert launches > 0
     assert engine.runner.state.num_groups == (2 if sizes else 1)
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_a_step_of_every_family_with_recurrent_state(family, tmp_path, idle_gpu):
-    path = tiny_model(family, tmp_path / "model")
-    _, replays, launches = check(idle_gpu, path, num_state_slots=12, checkpoints="end", chunked_prefill_size=20)
-    assert replays > 0
-    assert launches > 0
 
 
 @interpreted

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from harness.core import check_events
-from harness.engine import ragged_prompts, run
+from harness.engine import outputs_of, ragged_prompts, run
 from model_zoo import cached_model, tiny_model
 
 from pagedcli import content_files
@@ -44,13 +44,7 @@ def engine_with(path, folder=None, *, emit=None, **config):
 
 def outcome(engine, prompts, params=SCORED, **request):
     """Tokens and log-probabilities of every prompt, checked after each step; the law of hits at the end."""
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params, **request)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[output.request_id] = output
-        engine.cache.check(engine.scheduler.running)
+    found = outputs_of(engine, prompts, params, **request)
     facts = engine.close_store()
     stats = engine.stats
     if not stats.num_preemptions:  # found in memory, found on disk, and computed, are what was asked for
@@ -58,7 +52,6 @@ def outcome(engine, prompts, params=SCORED, **request):
         in_memory = stats.num_cached_tokens - stats.num_disk_tokens
         assert in_memory + stats.num_disk_tokens + stats.num_computed_tokens == stats.num_prompt_tokens + generated
     assert 0 <= stats.num_disk_tokens <= stats.num_cached_tokens
-    found = [outputs[str(i)] for i in range(len(prompts))]
     if facts is not None:
         assert sum(each.num_disk_tokens or 0 for each in found) == stats.num_disk_tokens
     if engine.checker.state.engine is not None:

@@ -2,7 +2,7 @@
 
 import pytest
 from bit_settings import by_default
-from harness.engine import Harness, make_engine, ragged_prompts, run, transformers_logits
+from harness.engine import Harness, make_engine, outputs_of, ragged_prompts, run, transformers_logits
 from model_zoo import cached_model
 
 from pagedcli import LLM, SamplingParams
@@ -26,12 +26,7 @@ def path(tmp_path_factory):
 
 
 def outputs(engine, prompts, params=PARAMS):
-    for place, prompt in enumerate(prompts):
-        engine.add_request(str(place), prompt, params)
-    found = {}
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: output for output in engine.step()}
-    return [found[str(place)] for place in range(len(prompts))]
+    return outputs_of(engine, prompts, params)
 
 
 def plain(output):

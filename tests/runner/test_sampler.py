@@ -68,10 +68,6 @@ def logits():
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def test_temperature_zero_is_argmax(logits):
-    assert sample(logits[None], [make_seq(temperature=0)]) == [int(logits.argmax())]
-
-
 def test_draws_follow_the_softmax(logits):
     expected = (logits / 1.5).softmax(-1)
     assert (frequencies(logits, temperature=1.5) - expected).abs().max() < 4 * math.sqrt(0.25 / 4000)
@@ -88,10 +84,6 @@ def test_uniform_is_uniform_and_depends_on_every_key():
 
 def kept(logits, **params):
     return set(frequencies(logits, **params).nonzero().flatten().tolist())
-
-
-def test_top_k_keeps_the_k_likeliest(logits):
-    assert kept(logits, top_k=3, temperature=3.0) == set(logits.topk(3).indices.tolist())
 
 
 def test_min_p_drops_what_is_far_below_the_likeliest(logits):
@@ -219,14 +211,6 @@ def test_logits_that_are_no_numbers_give_no_token_and_change_no_neighbour(logits
     assert [last] == sample(good[None], seqs[2:])
 
 
-def test_a_mixture_of_greedy_and_drawn_rows_finds_the_rows_without_numbers(logits):
-    bad = logits.clone()
-    bad[3] = float("nan")
-    rows = torch.stack([logits, bad, bad, logits])
-    tokens = sample(rows, [make_seq(temperature=temperature) for temperature in (0, 0, 1.0, 1.0)])
-    assert [token is None for token in tokens] == [False, True, True, False]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -277,14 +261,3 @@ def test_a_longer_list_of_tokens_begins_with_the_shorter_one(native, monkeypatch
         shorter = sampling.top_tokens(scores, count)
         assert torch.equal(shorter[0], values[:, :count])
         assert torch.equal(shorter[1], tokens[:, :count])
-
-
-def test_limits_of_other_rows_never_change_what_a_row_keeps():
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(64, 3000, generator=generator) * 2
-    limits = sampling.SamplingLimits(torch.arange(1, 65), torch.full((64,), 0.7), torch.zeros(64))
-    together = sampling.smallest_kept(logits, torch.ones(64), limits)
-    for row in range(64):
-        one = slice(row, row + 1)
-        alone = sampling.smallest_kept(logits[one], torch.ones(1), sampling.SamplingLimits(*(x[one] for x in limits)))
-        assert torch.equal(alone, together[one])

@@ -5,7 +5,8 @@ import random
 
 import pytest
 from bit_settings import by_default
-from harness.engine import make_engine, transformers_logits
+from harness.core import finish
+from harness.engine import make_engine, outputs_of, transformers_logits
 from model_zoo import cached_model, tiny_model
 
 from pagedcli import LLM
@@ -46,11 +47,7 @@ def outputs(engine, requests):
     """The output of each (context, continuations), with the pool checked after each step."""
     for place, (context, continuations) in enumerate(requests):
         engine.add_request(str(place), context, SamplingParams(), continuations=continuations)
-    found = {}
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: output for output in engine.step()}
-        engine.cache.check([*engine.scheduler.running, *engine.scheduler.contexts])
-    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
+    found = finish(engine)
     assert not engine.scheduler.contexts
     assert not engine.scheduler._num_scoring
     return [found[str(place)] for place in range(len(requests))]
@@ -64,16 +61,14 @@ def whole(path, requests, **config):
     """The same from prompt_logprobs of context and continuation, which computes everything alone."""
     engine = make_engine(path, enable_prefix_caching=False, max_model_len=LENGTH + 1, **config)
     prompts = [[*context, *continuation] for context, continuations in requests for continuation in continuations]
-    for place, prompt in enumerate(prompts):
-        engine.add_request(str(place), prompt, WHOLE)
-    found = {}
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: output.prompt_logprobs for output in engine.step()}
-    places, expected = iter(range(len(prompts))), []
+    found, expected = iter(outputs_of(engine, prompts, WHOLE)), []
     for context, continuations in requests:
         expected.append(
             [
-                [(each.logprob, each.top[0][0] == each.token_id) for each in found[str(next(places))][len(context) :]]
+                [
+                    (each.logprob, each.top[0][0] == each.token_id)
+                    for each in next(found).prompt_logprobs[len(context) :]
+                ]
                 for _ in continuations
             ]
         )
@@ -207,9 +202,7 @@ def test_rows_that_generate_next_to_scores_change_nothing(tmp_path_factory):
             engine.add_request(f"other {place}", [5, 6, 7, 8, 9 + place] * 3, params)
         for place, (context, continuations) in enumerate(rows() if with_scores else ()):
             engine.add_request(str(place), context, SamplingParams(), continuations=continuations)
-        found = {}
-        while engine.has_unfinished_requests():
-            found |= {output.request_id: output for output in engine.step()}
+        found = finish(engine)
         texts.append([[each.token_ids for each in found[f"other {place}"].samples] for place in range(len(others))])
     assert texts[0] == texts[1]
     assert [plain(found[str(place)]) for place in range(len(expected))] == expected

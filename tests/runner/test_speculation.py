@@ -2,7 +2,7 @@
 
 import pytest
 from bit_settings import by_default
-from harness.core import EveryGuess, Oracle
+from harness.core import EveryGuess, Oracle, finish
 from harness.engine import ragged_prompts
 from model_zoo import cached_model, tiny_model
 
@@ -76,10 +76,7 @@ def outcome(path, *, drafter=None, speculation="ngram", **config):
     for i, prompt in enumerate(PROMPTS):
         stops, guide = stop_twice if i % 8 in (1, 3) else None, NoneTwice if i % 8 in (0, 2) and i > 7 else None
         engine.add_request(str(i), prompt, KINDS[i % len(KINDS)], make_stop_checker=stops, make_guide=guide)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-        engine.cache.check(engine.scheduler.running)
+    outputs = finish(engine)
     checker.result(())
     found = {(each.request_id, sample.index): facts(sample) for each in outputs.values() for sample in each.samples}
     return found, engine

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from harness.engine import ragged_prompts, run
+from harness.engine import ragged_prompts, run, worker_processes
 from model_zoo import tiny_model
 from quick import slow_but
 
@@ -88,8 +88,8 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
 
     engine.add_request("a", prompts[0], PARAMS[0])
     engine.step()
-    [worker] = engine._group._ranks.workers
-    os.kill(worker.process.pid, signal.SIGKILL)
+    [worker] = worker_processes(engine)
+    os.kill(worker.pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(WorkerFailure, match=r"worker 1 of 2 .* was killed by SIGKILL"):
         finish(engine)

@@ -6,7 +6,7 @@ import threading
 import pytest
 from cli_harness import pagedcli
 from gguf_files import gguf_twins
-from harness.engine import make_engine
+from harness.engine import make_engine, outputs_of
 from model_zoo import cached_model, tiny_model
 from quantized_zoo import FORMATS, quantized_twins
 from quick import slow_but
@@ -46,11 +46,8 @@ def outcome(path, **config):
     engine = make_engine(path, dtype="bfloat16", **config)
     join_writers()
     notes = [note for note in engine.plan.notes if "packed weights" in note]
-    engine.add_request("0", list(range(5, 40)), SCORED)
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    return [each.top for each in outputs[0].samples[0].logprobs], notes, engine.plan.weight_bytes
+    [output] = outputs_of(engine, [list(range(5, 40))], SCORED)
+    return [each.top for each in output.samples[0].logprobs], notes, engine.plan.weight_bytes
 
 
 USUAL = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_q": "Q5_K", "output": "Q8_0"}

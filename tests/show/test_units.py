@@ -54,7 +54,7 @@ def has_unit(column):
     return column.show not in PLAIN or bool(words & NOUNS) or column.unit.startswith("that of")
 
 
-IN_NAMES = {"TraceRow"}  # figures of several units below each other
+IN_NAMES = {"TraceCount"}  # figures of several units below each other
 IN_TITLE = {
     "SequenceRow",
     "Point",
