@@ -45,7 +45,7 @@ from pagedcli.views.names import NamedRequest, unknown_request
 from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.whole_run import Findings, WholeRun
 
-_INPUT_HELP = "Prompts (also .gz) to generate from, or a recorded run."
+_INPUT_HELP = "Prompts (also .gz) to generate from, or a recorded run; - is stdin."
 _OUTPUT_HELP = "Write the rows, or the --export of a recorded run, to this file. Default: discard the rows."
 
 
