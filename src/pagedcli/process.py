@@ -3,6 +3,7 @@
 Imports nothing slow, as __main__ installs the handler of Ctrl-C before anything else is imported.
 """
 
+import atexit
 import errno
 import gc
 import os
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -40,7 +41,19 @@ def end_on_interrupt() -> None:
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     # an exception could fall into an import or an exit handler, which print a traceback or swallow it
     os.write(2, b"interrupted\n")
+    for act in _last_acts:
+        with suppress(OSError):
+            act()
     os._exit(EXIT_INTERRUPTED)
+
+
+_last_acts: list[Callable[[], object]] = []
+
+
+def at_end(act: Callable[[], object]) -> None:
+    """Call this when the process ends, by Ctrl-C, too."""
+    atexit.register(act)
+    _last_acts.append(act)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """A recorded run through a pipe, or on stdin, is the same as its file."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from cli_harness import PROMPTS
@@ -40,3 +43,21 @@ def test_prompts_through_a_pipe_are_generated_from_or_refused_as_a_run(tmp_path)
     code, _, err = shell(f"pagedcli trace - --check < {prompts}")
     assert code == 1
     assert "stdin.jsonl:1: not a trace, but a file of prompts" in err
+
+
+def test_an_interrupt_leaves_no_copy_of_the_run(tmp_path):
+    trace = write(tmp_path / "run.jsonl", simulated())
+    copies = tmp_path / "tmp"
+    copies.mkdir()
+    command = [sys.executable, "-m", "pagedcli", "explain", "-"]
+    environment = os.environ | {"TMPDIR": str(copies)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
+        child.stdin.write(trace.read_bytes())
+        child.stdin.flush()  # its end is still to come
+        end_s = time.monotonic() + 60
+        while not any(copies.rglob("stdin.jsonl")):
+            assert time.monotonic() < end_s
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+    assert list(copies.iterdir()) == []

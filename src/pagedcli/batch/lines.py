@@ -3,7 +3,6 @@
 Used by batch.run. At most MAX_LINE_BYTES of a line are kept, so memory is bounded even without line ends.
 """
 
-import atexit
 import gzip
 import io
 import os
@@ -28,6 +27,7 @@ from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_stream, writing
 from pagedcli.line_files import MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, first_decompressed, zstd
 from pagedcli.printable import byte_text, plural
+from pagedcli.process import at_end
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
 MOST_SKIPPED_BYTES = 2**32  # read of a longer line in search of its end
@@ -113,7 +113,7 @@ def copied(path: Path) -> Path:
     if name == "-" and sys.stdin.isatty():
         raise UsageError("cannot read a recorded run from a terminal", hint="pass a file, or pipe one")
     folder = TemporaryDirectory(prefix="pagedcli-")
-    atexit.register(folder.cleanup)
+    at_end(folder.cleanup)
     with _peekable(open_input(name)) as file:
         ending = ".jsonl.zst" if _peeked(file).startswith(ZSTD_MAGIC) else ".jsonl"
         copy = Path(folder.name, ("stdin" if name == "-" else "pipe") + ending)

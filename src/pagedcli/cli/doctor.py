@@ -1,7 +1,7 @@
 """`pagedcli doctor`: this machine's capabilities, what pagedcli uses of them, and a self-test."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -159,7 +159,8 @@ class Backend:
 
 def _weights_table() -> Table:
     """The packed weights that are kept for the next start."""
-    kept, rows = runner.weight_cache, list[Any]()
+    kept = runner.weight_cache
+    rows: list[runner.weight_cache.KeptWeights] = []
     most = f"at most {size(kept.DEFAULT_BYTES)} (engine.weight_cache_size, engine.weight_cache)"
     notes = [f"in {kept.weight_folder()}, {most}"]
     try:

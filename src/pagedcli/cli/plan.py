@@ -309,9 +309,12 @@ def _expected_run(loaded: LoadedConfig, file: _File, options: PlanOptions) -> _E
     def show(text: Callable[[Any], str], value: float) -> None:
         progress.show(lambda _: text(value))
 
-    on_progress, may = partial(show, "calibrating: {:.0%}".format), not options.no_calibrate
-    calibrated = bench.calibration.step_time_here(decision, may_calibrate=may, say=say, on_progress=on_progress)
-    step_time, source = calibrated
+    step_time, source = bench.calibration.step_time_here(
+        decision,
+        may_calibrate=not options.no_calibrate,
+        say=say,
+        on_progress=partial(show, "calibrating: {:.0%}".format),
+    )
     num_requests = plural(len(workload.requests), "request")
     found = time(
         workload,

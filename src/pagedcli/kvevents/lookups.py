@@ -21,7 +21,7 @@ from pagedcli.kvevents.fold import Applied, KVState, Publisher
 from pagedcli.kvevents.tree import MAX_TOKEN_BYTES
 from pagedcli.views.explain import EarlierSequences, Ghosts, Lookup, Reason
 
-BlockHash = int | str
+BlockContent = int | str
 _MOST_COMPARED = 256  # blocks after the same ones, the newest
 
 
@@ -51,7 +51,7 @@ class Lookups:
     requests: list[SeenRequest] = field(default_factory=list)
     block_size: int | None = None
     has_ids: bool = True  # whether tokens are ids; else digests, which only tell where prompts differ
-    _nodes: dict[tuple[int, BlockHash], int] = field(default_factory=dict)
+    _nodes: dict[tuple[int, BlockContent], int] = field(default_factory=dict)
     _parents: list[int] = field(default_factory=list)
     _tokens: "dict[int, array[int]]" = field(default_factory=dict)  # node -> token ids of the block
     _num_kept: int = 0  # tokens
@@ -67,7 +67,7 @@ class Lookups:
             yield node
             node = self._parents[node]
 
-    def add(self, parent: int, content: BlockHash) -> int:
+    def add(self, parent: int, content: BlockContent) -> int:
         """The node of a block after another one."""
         node = self._nodes.setdefault((parent, content), len(self._parents))
         if node == len(self._parents):
@@ -283,7 +283,7 @@ def _tokens_of(event: wire.Stored) -> "array[int] | None":
     return ids if ids is not None and len(ids) == event.block_size * len(event.hashes) else None
 
 
-def _contents(event: wire.Stored) -> Iterator[BlockHash]:
+def _contents(event: wire.Stored) -> Iterator[BlockContent]:
     """What each block holds: a digest of its tokens, or its hash where there are none."""
     ids, size = _tokens_of(event), event.block_size
     if ids is None:
