@@ -59,10 +59,12 @@ def say_plan(plan: Plan, config: EngineConfig) -> None:
         say(f"speculation: {plan.speculation}, at most {plural(MOST_DRAFTED, 'token')} at a time")
     if plan.kv_scales is not None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
-    if not config.enable_prefix_caching:
+    if config.enable_prefix_caching:
+        say(f"minimum cacheable prefix: {plural(block_size, 'token')} (one block)")
+        if plan.limits.eviction != "lru":
+            say(f"eviction: {plan.limits.eviction}")
+    else:
         say("prefix caching is off")
-    elif plan.limits.eviction != "lru":
-        say(f"eviction: {plan.limits.eviction}")
 
 
 def say_store(facts: StoreFacts, path: str) -> None:
