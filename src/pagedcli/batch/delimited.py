@@ -43,7 +43,7 @@ class DelimitedSource(LineSource):
         self._columns = columns
         self._delimiter = _DELIMITERS[kind]
         self._optional = (LINE_FIELDS | {*columns.ids}) - columns.sources  # an empty cell is none
-        file = self._unpacked(self._opened or self._open())
+        file = self._unpacked(self._opened or open_input(self.name))
         self._opened = file if self.is_live else None
         self._header_lines = _PhysicalLines(file, name)
         self._header = self._read_header(self._rows(self._header_lines))
