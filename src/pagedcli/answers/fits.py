@@ -17,10 +17,9 @@ from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, Terms, blocks_for
 from pagedcli.core.groups import TableShape, token_bytes
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan, Pool
-from pagedcli.errors import PagedcliError
+from pagedcli.errors import PagedcliError, address_space
 from pagedcli.events import CacheGroup
 from pagedcli.printable import byte_text, capitalized, percent_text, plural
-from pagedcli.process import address_space
 from pagedcli.records import Bytes, Share, Whole, computed, size
 
 NOT_PREDICTED = "transformers runs its layers; neither memory nor time is predicted"

@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pagedcli import __version__, process
-from pagedcli.errors import PagedcliError
-from pagedcli.process import check_room_for_torch, nothing_to_collect, shortage
+from pagedcli.errors import PagedcliError, check_room_for_torch, shortage
+from pagedcli.process import nothing_to_collect
 from pagedcli.show.terminal import discard, say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
