@@ -58,7 +58,6 @@ _KINDS = {
 
 Action = Literal["move", "sort", "normalize", "one salt", "block size"]
 Texts = Sequence[str]
-Decode = Callable[[Ids], str]
 Encode = Callable[[Texts], Iterable[Ids]]
 
 
@@ -179,7 +178,7 @@ class Finder:
     included; without them places are found, but not what differs. `template`: token ids of a chat of one word."""
 
     block_size: int
-    decode: Decode = _as_text
+    decode: Callable[[Ids], str] = _as_text
     encode: Encode = _all_ids
     template: Ids = ()
     marks: re.Pattern[str] = diff.MARK  # of messages: no text moves over one

@@ -14,8 +14,8 @@ import xxhash
 
 from pagedcli.planning.equal_runs import common_prefix, common_suffix
 
-Kind = Literal["time", "date", "id", "counter", "number", "language", "name", "start", "blank", "template", "text"]
-Span = tuple[int, int]
+TextKind = Literal["time", "date", "id", "counter", "number", "language", "name", "start", "blank", "template", "text"]
+TextSpan = tuple[int, int]
 
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec"
 _DAYS = "mon tue wed thu fri sat sun"
@@ -34,7 +34,7 @@ _DATE = (
     rf"|(?:the\s)?\d{{1,2}}(?:st|nd|rd|th|\.)?\s+(?:of\s)?{_WORD_OF['month']}(?:,?\s+\d{{4}})?"
     rf"|{_WORD_OF['month']}\s+\d{{1,2}}(?:st|nd|rd|th)?(?:,?\s+\d{{4}})?|{_WORD_OF['day']})"
 )
-_PATTERNS: dict[Kind, str] = {  # the first that fits nearly all
+_PATTERNS: dict[TextKind, str] = {  # the first that fits nearly all
     "time": rf"(?:{_DATE}(?:,?\s+|T)(?:at\s)?)?{_TIME}(?:[+-]\d{{2}}:?\d{{2}})?",
     "date": _DATE,
     "counter": r"[#№]?\d{1,6}",
@@ -129,7 +129,7 @@ def _word_end(text: str, end: int) -> int:
 class Place:
     """Where texts differ: between two contexts that they share, with a pattern of what stands there."""
 
-    kind: Kind
+    kind: TextKind
     before: str
     after: str
     is_first: bool  # `before` is everything before it
@@ -141,7 +141,7 @@ class Place:
         start = r"\A" if self.is_first else ""
         return re.compile(f"{start}{re.escape(self.before)}({self.pattern}){re.escape(self.after)}", re.DOTALL)
 
-    def find(self, text: str) -> Span | None:
+    def find(self, text: str) -> TextSpan | None:
         """Where it is in a text; None: nowhere."""
         found = self._compiled.search(text)
         return None if found is None else found.span(1)
@@ -185,7 +185,7 @@ def _after_all(differences: Sequence[Difference]) -> str:
     return found if count >= _FITS * len(texts) else ""
 
 
-def kind_of(parts: Sequence[str]) -> tuple[Kind, str]:
+def kind_of(parts: Sequence[str]) -> tuple[TextKind, str]:
     """The kind of what differs, and the pattern of it, if there is one. Parts of both texts of each pair."""
     found = [part.strip() for part in parts]
     if all(_is_markup(part) for part in parts):
@@ -216,7 +216,7 @@ def _counts(parts: Sequence[str]) -> bool:
 # ---------------------------------------------------------------------- changed texts
 
 
-def unit_around(text: str, span: Span) -> Span:
+def unit_around(text: str, span: TextSpan) -> TextSpan:
     """The brackets, the sentence or the line around a part; a long one, or what crosses marks of a template, is left
     alone."""
     start, end = span
@@ -251,7 +251,7 @@ def moved(
 ) -> list[str]:
     """The texts with what differs at the place moved to the end of what each shares with any other, but within its
     message: behind a mark it would be said by another."""
-    spans: list[Span | None] = []
+    spans: list[TextSpan | None] = []
     for text in texts:
         span = place.find(text)
         spans.append(unit_around(text, span) if span is not None and has_words else span)

@@ -18,7 +18,7 @@ from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.why_tables import salts_tables, server_tables
 from pagedcli.trace.tokens import Decode
 
-Row = dict[str, Any]
+Figures = dict[str, Any]
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
 _MOST_BRANCHES, _MOST_TREES, _MOST_CACHES = 12, 8, 50
 
@@ -28,7 +28,7 @@ def medium_class(medium: str) -> str:
     return next((name for start, name in _MEDIUM_CLASSES.items() if medium.startswith(start)), "storage")
 
 
-def facts(state: KVState) -> Row:
+def facts(state: KVState) -> Figures:
     """All figures by name, over all publishers. Blocks are counted per cache group; a rate or a median of nothing is
     None."""
     checks = [each.sequence for each in state.publishers.values()]
@@ -327,7 +327,7 @@ def metrics_table(scraper: "kvevents.Scraper") -> Table:
 # ---------------------------------------------------------------------- through time
 
 
-def message_rows(reader: CaptureReader) -> Iterator[Row]:
+def message_rows(reader: CaptureReader) -> Iterator[Figures]:
     """What each message of a recording changed."""
     state = KVState(reader.sources)
     before = dict.fromkeys(("num_stored", "num_removed", "num_tokens_again"), 0)
@@ -347,7 +347,7 @@ def message_rows(reader: CaptureReader) -> Iterator[Row]:
         before, num_notes = after, len(state.notes)
 
 
-def message_line(row: Row) -> str:
+def message_line(row: Figures) -> str:
     """A message in a line."""
     time_s = "-" if row["time_s"] is None else f"{row['time_s']:.3f} s"
     twice = f", {row['num_tokens_computed_twice']:,} tokens twice" if row["num_tokens_computed_twice"] else ""

@@ -25,7 +25,7 @@ from pagedcli.records import percent as percent
 from pagedcli.records import size as size
 from pagedcli.records import text as text
 
-Row = Mapping[str, Any]
+TableRow = Mapping[str, Any]
 ALL_HINT = "every table: --all"
 
 
@@ -47,7 +47,7 @@ class Table:
     key: str
     title: str
     columns: Sequence[Column]
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
     notes: Sequence[str] = ()
     max_shown: int | None = None
     wrapped_at: int | None = None  # cells, for sentences in the last column, where the output itself has no width
