@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pagedcli.batch.columns import INVALID_ROW, METRICS, Columns
-from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
+from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource, open_input
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
 from pagedcli.batch.rows import NumberedRows, WrittenRow, marked_of
 from pagedcli.batch.sinks import write_lines
