@@ -20,14 +20,7 @@ from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
 from pagedcli.batch.repeats import request_key
-from pagedcli.batch.requests import (
-    BatchRow,
-    RequestParser,
-    RowPrompt,
-    decode_line,
-    request_of,
-    with_system_prompt,
-)
+from pagedcli.batch.requests import BatchRow, RequestParser, RowPrompt, decode_line, request_of, with_system_prompt
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig

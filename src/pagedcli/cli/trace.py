@@ -227,13 +227,7 @@ def _run(
             whole_run.finish(state)
             return whole_run.findings(state)
 
-        code = run_job(
-            job,
-            emit=emit,
-            trace_tokens=record_tokens,
-            findings_of_events=findings,
-            **how,
-        )
+        code = run_job(job, emit=emit, trace_tokens=record_tokens, findings_of_events=findings, **how)
     if writer is not None and writer.path.exists():
         say(f"trace: {writer.path}; view it with: pagedcli trace {job.record}")
     return code

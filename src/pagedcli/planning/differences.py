@@ -24,10 +24,7 @@ _LANGUAGES = (
     " italian japanese korean norwegian persian polish portuguese romanian russian spanish swedish thai turkish"
     " ukrainian urdu vietnamese deutsch français español italiano português"
 )
-_WORD_OF = {
-    "month": rf"(?:{'|'.join(_MONTHS.split())})[a-z]*\.?",
-    "day": rf"(?:{'|'.join(_DAYS.split())})[a-z]*\.?",
-}
+_WORD_OF = {"month": rf"(?:{'|'.join(_MONTHS.split())})[a-z]*\.?", "day": rf"(?:{'|'.join(_DAYS.split())})[a-z]*\.?"}
 _TIME = r"\d{1,2}[:.h]\d{2}(?:[:.]\d{2}(?:[.,]\d+)?)?(?:\s?[ap]\.?m\.?)?(?:\s?(?:Z|UTC|GMT|[A-Z]{3,4}))?"
 _DATE = (
     rf"(?:{_WORD_OF['day']},?\s+)?(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}"

@@ -99,13 +99,7 @@ def load_engine(
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
     plan = replace(
-        plan,
-        limits=limits,
-        pool=pool,
-        weight_bytes=model.weight_bytes,
-        memory=memory,
-        kv_scales=scales,
-        notes=notes,
+        plan, limits=limits, pool=pool, weight_bytes=model.weight_bytes, memory=memory, kv_scales=scales, notes=notes
     )
     return LoadedEngine(path, decision, model, plan, runner)
 

@@ -101,11 +101,7 @@ def _lines(sentences: Sequence[str], width: int | None) -> list[str]:
 
 
 def print_tables(
-    tables: Sequence[Table],
-    format: Format,
-    *,
-    facts: Mapping[str, Any] | None = None,
-    story: Sequence[str] = (),
+    tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None, story: Sequence[str] = ()
 ) -> None:
     """Write tables to stdout, after their story, which JSON and CSV leave out. `facts` are added to the
     JSON object: {facts..., table key: [rows]}.
