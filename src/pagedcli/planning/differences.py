@@ -259,11 +259,11 @@ def moved(
     for row, (base, span, num_shared) in enumerate(zip(bases, spans, _shared_beginnings(bases), strict=True)):
         if span is None:
             continue
-        most = len(base) - (len(tail) if tail and base.endswith(tail) else _last_line(base) if has_words else 0)
-        mark = marks.search(base, span[0]) if has_words else None
-        most = most if mark is None else min(most, mark.start())
-        target = min(num_shared, most)
-        if target < most and has_words:
+        end = len(base) - (len(tail) if tail and base.endswith(tail) else _last_line(base) if has_words else 0)
+        if has_words and (mark := marks.search(base, span[0])) is not None:
+            end = min(end, mark.start())
+        target = min(num_shared, end)
+        if has_words and target < end:
             target = _boundary_before(base, target, span[0])
         if target > span[0]:
             changed[row] = inserted(base, target, texts[row][span[0] : span[1]])
