@@ -48,7 +48,7 @@ def test_prompts_through_a_pipe_are_generated_from_or_refused_as_a_run(tmp_path)
 def test_damage_in_a_pipe_is_not_hinted_at_by_the_name_of_its_copy(tmp_path):
     path = write(tmp_path / "run.jsonl", simulated())
     lines = path.read_bytes().splitlines(keepends=True)
-    for damaged in (lines[:3] + [b"no event\n"] + lines[3:], [b'{"event":"engine_started"}\n']):
+    for damaged in ([*lines[:3], b"no event\n", *lines[3:]], [b'{"event":"engine_started"}\n']):
         path.write_bytes(b"".join(damaged))
         code, _, err = shell(f"pagedcli explain - < {path}")
         assert code == 1

@@ -78,7 +78,7 @@ _FIGURES = {  # those of the table, with their words
     "num_events": "events",
     "num_resident_blocks": "blocks resident now",
     "num_resident_tokens": "tokens resident now",
-    "peak_resident_blocks": "blocks resident at most",
+    "peak_resident_blocks": "blocks resident at the peak",
     "num_unique_blocks": "different blocks",
     "num_stored_blocks": "blocks stored",
     "num_removed_blocks": "blocks removed",
@@ -251,7 +251,7 @@ def _caches_table(rows: list[CacheRow]) -> Table:
     vetoed = {(row.publisher, row.group): row.num_vetoed_blocks for row in rows if row.num_vetoed_blocks}
     notes = [
         f"group {group} vetoed hits: {plural(num_blocks, 'block')} that another group still had "
-        f"{'was' if num_blocks == 1 else 'were'} computed again, as group {group} did not have them"
+        f"{'was' if num_blocks == 1 else 'were'} recomputed, as group {group} did not have them"
         for (_, group), num_blocks in vetoed.items()
     ]
     columns = (

@@ -114,7 +114,7 @@ class SequenceRow(ShownRow):
     num_right_guesses: Annotated[int, "right", Means("of these, accepted ones", "tokens")]
     num_cached_tokens: Annotated[int, "cached", Means("tokens that its last prefix lookup found", "tokens")]
     num_preemptions: Annotated[int, "preempted", Means("how often it has been preempted", "times")]
-    num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens computed again", "tokens")]
+    num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens recomputed", "tokens")]
     num_waited_steps: Annotated[int, "waited", Means("steps in which it has waited", "steps")] = computed(
         lambda row: row.seq.num_steps_waited(row.now.step)
     )
