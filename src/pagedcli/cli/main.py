@@ -54,6 +54,13 @@ _OLD_POOL = re.compile("^--num-gpu-blocks-override(?==|$)")  # vLLM's name of th
 class _Commands(TyperGroup):
     """Loads commands lazily and turns errors into messages and exit codes."""
 
+    def get_params(self, ctx: Any) -> Any:
+        """All are switches. Without a default, typer would load pydantic for them, which takes longer than a help."""
+        found = super().get_params(ctx)
+        for switch in found:
+            switch.default = False
+        return found
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 

@@ -186,7 +186,8 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
     if scan.bad_rows:
         first = scan.bad_rows[0]
         refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
-    return [f"{time}{', '.join(parts)}{why}.", *refused]
+    served = [f"{time}{', '.join(parts)}{why}."] if scan.num_valid or not scan.num_bad else []
+    return [*served, *refused]
 
 
 def _count(number: float, noun: str) -> str:
