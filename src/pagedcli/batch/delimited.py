@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pagedcli.batch.columns import INVALID_ROW, METRICS, Columns
-from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource, open_input
+from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
 from pagedcli.batch.rows import NumberedRows, WrittenRow, marked_of
 from pagedcli.batch.sinks import write_lines
@@ -43,7 +43,7 @@ class DelimitedSource(LineSource):
         self._columns = columns
         self._delimiter = _DELIMITERS[kind]
         self._optional = (LINE_FIELDS | {*columns.ids}) - columns.sources  # an empty cell is none
-        file = self._unpacked(self._opened or open_input(self.name))
+        file = self._unpacked(self._opened or self._open())
         self._opened = file if self.is_live else None
         self._header_lines = _PhysicalLines(file, name)
         self._header = self._read_header(self._rows(self._header_lines))

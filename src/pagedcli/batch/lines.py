@@ -138,18 +138,16 @@ class LineSource:
         self.name = name
         self.is_live = is_live(name)
         if self.is_live:
-            self._opened = open_input(self.name)
+            self._opened = self._open()
         else:
-            self._unpacked(
-                open_input(self.name)
-            ).close()  # a wrong file is reported now, not after the model was loaded
+            self._unpacked(self._open()).close()  # a wrong file is reported now, not after the model was loaded
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a file whose lines can be read from anywhere."""
         if type(self) is not LineSource or self.is_live:
             return False
-        with self._unpacked(open_input(self.name)) as file:
+        with self._unpacked(self._open()) as file:
             return not isinstance(file, _PACKED)
 
     def __iter__(self) -> Iterator[Line]:
@@ -195,7 +193,7 @@ class LineSource:
         """The rows as they are in the file now."""
         number = 0
         try:
-            file, self._opened = self._unpacked(self._opened or open_input(self.name)), None
+            file, self._opened = self._unpacked(self._opened or self._open()), None
             with file:
                 index = 0
                 num_blank = 0
@@ -217,6 +215,9 @@ class LineSource:
     def _contents(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         """Each line with its number, from 1; None for one that is too long."""
         return enumerate(_read_lines(file), 1)
+
+    def _open(self) -> BinaryIO:
+        return open_input(self.name)
 
     def _unpacked(self, file: BinaryIO) -> BinaryIO:
         """The decompressed content of a file. Raises: UsageError if it is of a kind that has no rows for us."""
