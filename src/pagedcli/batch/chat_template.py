@@ -335,7 +335,7 @@ def _words(error: Exception) -> str:
 
 def _limit_memory(num_bytes: int) -> None:
     """Let allocations beyond `num_bytes` more than now fail. Systems without /proc have no such limit."""
-    import resource  # not on Windows
+    import resource
 
     try:
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
