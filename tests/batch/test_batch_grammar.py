@@ -81,16 +81,8 @@ def test_a_greedy_json_object_is_one(small):
 
 
 def test_a_regex_is_matched_as_a_whole(small):
-    patterns = [
-        r"a/b\n//c",
-        r"[A-Z][a-z]{2,8}",
-        r"\d{3}-\d{4}",
-        r"(yes|no|perhaps)",
-        r"^ab$",
-        "",
-        r"[äöü☃]{3}",
-        r" two words",
-    ]
+    patterns = [r"a/b\n//c", r"[A-Z][a-z]{2,8}", r"\d{3}-\d{4}", r"(yes|no|perhaps)", r"^ab$", "", r"[äöü☃]{3}"]
+    patterns.append(" two words")
     rows = small.rows([hot(regex=pattern) for pattern in patterns])
     for pattern, row in zip(patterns, rows, strict=True):
         assert re.fullmatch(pattern, row["text"]), (pattern, row["text"])
@@ -107,12 +99,6 @@ def test_an_end_is_possible_only_where_the_grammar_accepts(small):
 def test_a_complete_text_ends_although_min_tokens_wants_more(small):
     [row] = small.rows([hot(regex="abc", min_tokens=50)])
     assert (row["text"], row["finish_reason"]) == ("abc", "stop")
-
-
-def test_a_row_cut_by_max_tokens_says_length(small):
-    [row] = small.rows([hot(response_format=schema_format(PERSON), max_tokens=5)])
-    assert row["finish_reason"] == "length"
-    assert row["usage"]["completion_tokens"] == 5
 
 
 def test_a_stop_string_still_cuts_the_text(small):

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from cli_harness import pagedcli, rows_of
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -101,12 +100,3 @@ def test_every_option_is_honoured_or_asks_for_nothing(tmp_path):
         assert json.loads(choice["message"]["content"])["a"] in (1, 2)
         assert all(len(position["top_logprobs"]) == 3 for position in choice["logprobs"]["content"])
     assert "no effect" not in said
-
-
-@pytest.mark.quick("/v1/responses")
-@pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/responses"])
-def test_other_endpoints_are_error_rows(tmp_path, url):
-    line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "m", "input": "x"}}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", expect=3)
-    assert rows_of(tmp_path / "out.jsonl")[0]["error"]["code"] == "unsupported_endpoint"

@@ -8,7 +8,6 @@ import pytest
 from cli_harness import FAST, pagedcli, rows_of
 from harness.engine import Harness, encode, without_run_dependent_fields
 
-from pagedcli.batch.lines import Line
 from pagedcli.batch.run import PrefixWindow
 from pagedcli.batch.stats import LogHistogram
 from pagedcli.config import EngineConfig
@@ -68,11 +67,6 @@ def test_an_empty_table_has_its_header(tmp_path):
     (tmp_path / "in.jsonl").write_text("")
     pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.csv", *FAST)
     assert (tmp_path / "out.csv").read_text().startswith("index,id,sample,text")
-
-
-def test_what_cannot_be_a_table_is_refused_before_the_run(prompts, tmp_path):
-    said = pagedcli("generate", prompts, "-o", tmp_path / "out.csv", "--shard", "1/2", expect=2).stderr
-    assert "JSONL" in said
 
 
 # ---------------------------------------------------------------------- metrics and summary
@@ -141,12 +135,6 @@ def test_a_bucket_counts_the_values_up_to_its_bound():
     assert histogram.total == pytest.approx(5.042, rel=0.01)
 
 
-def test_places_for_metrics_and_summary_are_checked_before_the_run(prompts, tmp_path):
-    nowhere = tmp_path / "none" / "x"
-    assert "metrics" in pagedcli("generate", prompts, "--metrics", nowhere, expect=2).stderr
-    assert "summary" in pagedcli("generate", prompts, "--summary-json", nowhere, expect=2).stderr
-
-
 # ---------------------------------------------------------------------- --reorder prefix
 
 
@@ -209,36 +197,6 @@ def test_reordered_rows_are_the_same_and_hit_the_cache_more_often():
     assert [*map(without_run_dependent_fields, reordered_rows)] == [*map(without_run_dependent_fields, plain_rows)]
     assert [row["index"] for row in reordered_rows] == list(range(121))
     assert reordered.stats.facts.hit_rate > 2 * plain.stats.facts.hit_rate
-
-
-def test_a_reordered_run_takes_lines_window_by_window(monkeypatch):
-    monkeypatch.setattr("pagedcli.batch.run.PrefixWindow", lambda: PrefixWindow(max_rows=10))
-    harness, most_ahead = Harness(max_num_seqs=2), 0
-    num_taken = 0
-
-    class Counting(list):
-        def __iter__(self):
-            nonlocal num_taken
-            for line in super().__iter__():
-                num_taken += 1
-                yield line
-
-    from pagedcli.batch.lines import LineSource
-
-    class Source(LineSource):
-        def __init__(self):
-            self.name = "counting"
-
-        def __iter__(self):
-            return iter(Counting(Line(i, i + 1, b'{"prompt": "row %d"}' % i, i) for i in range(100)))
-
-    def observe(stats):
-        nonlocal most_ahead
-        most_ahead = max(most_ahead, num_taken - stats.num_done)
-
-    result, rows = harness.run(Source(), reorder="prefix", run={"observe": observe})
-    assert len(rows) == result.stats.num_done == 100
-    assert most_ahead <= 10 + 10 + 2 * 2
 
 
 def test_a_held_output_never_starves_a_window(monkeypatch):

@@ -1,7 +1,6 @@
 """Lines of a batch file: what is read, what is refused and with which code."""
 
 import gzip
-import io
 from contextlib import suppress
 
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 from pagedcli.batch import lines as lines_module
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import Line, LineSource
-from pagedcli.batch.requests import BatchRow, RequestParser, decode_line, with_system_prompt
-from pagedcli.errors import PagedcliError, RequestError, UsageError
-from pagedcli.sampling_params import MAX_SAMPLES, SamplingParams
+from pagedcli.batch.requests import BatchRow, RequestParser, decode_line
+from pagedcli.errors import PagedcliError, RequestError
+from pagedcli.sampling_params import SamplingParams
 
 CHAT = "/v1/chat/completions"
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
@@ -88,18 +87,6 @@ def test_a_cut_off_gzip_file_says_where_it_is_damaged(tmp_path):
         list(LineSource(str(path)))
 
 
-def test_a_missing_input_is_a_usage_error_before_anything_starts(tmp_path):
-    with pytest.raises(UsageError, match="No such file"):
-        LineSource(str(tmp_path / "none.jsonl"))
-
-
-def test_stdin_has_rows_but_no_digest(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n')))
-    source = LineSource("-")
-    assert source.scan() is None
-    assert [line.content for line in source] == [b'{"prompt": "a"}']
-
-
 # ---------------------------------------------------------------------- a file that changes while it is read
 
 
@@ -141,12 +128,6 @@ def test_rows_that_are_added_while_a_file_is_read_are_left_for_another_run(tmp_p
 # ---------------------------------------------------------------------- good lines
 
 
-def test_plain_lines_hold_text_or_token_ids():
-    assert parse('{"prompt": "hi"}').prompts == ["hi"]
-    assert parse('{"prompt": [1, 2]}').prompts == [[1, 2]]
-    assert parse('{"prompt": "hi"}').params is DEFAULTS
-
-
 def test_a_line_overrides_sampling_by_name_and_by_openai_alias():
     request = parse(
         '{"prompt": "hi", "max_completion_tokens": 3, "temperature": 1, "stop": ["a"], "n": 2, "top_k": null}'
@@ -178,14 +159,6 @@ def test_messages_keep_their_fields_and_developer_is_system():
     parts = [{"type": "text", "text": text} for text in "ab"]
     developer = {"role": "system", "content": "s", "weight": 0}
     assert parse(line).messages == [developer, {"role": "user", "content": parts}]
-
-
-def test_a_system_prompt_is_put_before_chats_that_have_none():
-    user = {"role": "user", "content": "hi"}
-    system = {"role": "system", "content": "be brief"}
-    assert with_system_prompt([user], "be brief") == [system, user]
-    own = [{"role": "system", "content": "mine"}, user]
-    assert with_system_prompt(own, "be brief") == own
 
 
 def test_completions_take_a_list_of_one_prompt():
@@ -277,11 +250,6 @@ def test_a_line_that_was_too_long_to_read_is_refused():
     with pytest.raises(RequestError) as refused:
         decode_line(None)
     assert refused.value.code == "line_too_long"
-
-
-def test_n_has_an_upper_limit_that_is_named():
-    with pytest.raises(RequestError, match=f"1 to {MAX_SAMPLES}"):
-        parse('{"prompt": "x", "n": 2000}')
 
 
 _VALUES = st.recursive(

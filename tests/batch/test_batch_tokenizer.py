@@ -232,26 +232,15 @@ def test_a_template_that_refuses_the_messages_gives_its_reason():
     assert refused.value.code == "chat_template_error"
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 1 / 0 }}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "{{ 'a'.b.c }}",
-        "{{ range(10**9) }}",
-    ],
-)
+FAILING = ["{{ 1 / 0 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 'a'.b.c }}", "{{ range(10**9) }}"]
+
+
+@pytest.mark.parametrize("template", [*FAILING, "{{ ''.__class__.__mro__ }}"])  # it cannot reach Python
 def test_a_template_that_fails_refuses_its_row_and_nothing_else(template):
     tokenizer = Tokenizer(model_folder(EngineConfig()), chat_template=template)
     with pytest.raises(RequestError) as refused:
         tokenizer.encode_chat(CHAT)
     assert refused.value.code == "chat_template_error"
-
-
-def test_a_template_cannot_reach_python():
-    tokenizer = Tokenizer(model_folder(EngineConfig()), chat_template="{{ ''.__class__.__mro__ }}")
-    with pytest.raises(RequestError, match="chat template"):
-        tokenizer.encode_chat(CHAT)
 
 
 def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path):

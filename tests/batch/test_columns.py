@@ -79,11 +79,6 @@ def test_copied_columns_are_in_every_row_also_in_error_rows_and_null_where_absen
     assert [{name: row[name] for name in plain[0]} for row in rows] == plain, "nothing else changes"
 
 
-def test_all_copies_every_column_but_the_id(harness):
-    first, *_ = harness.rows(LINES, columns=Columns(keep_all=True))
-    assert {name: first[name] for name in LINES[0]} == LINES[0]
-
-
 def test_a_copied_column_is_no_unknown_field(harness):
     _, with_note = harness.run(LINES), harness.run(LINES)[0]
     assert with_note.ignored == {"label": 2, "meta": 2}
@@ -160,13 +155,6 @@ def test_a_table_has_the_index_of_every_row_in_either_order(tmp_path):
     assert pq.read_table(tmp_path / "out.parquet")["index"].to_pylist() == [0, 1, 2, 3]
 
 
-def test_a_resumed_run_must_have_the_same_columns(tmp_path):
-    prompts = written(tmp_path / "in.jsonl", LINES[:2])
-    run = ("generate", prompts, "-o", tmp_path / "out.jsonl", *FAST)
-    pagedcli(*run, "--keep", "label")
-    assert "keep: label -> meta" in pagedcli(*run, "--keep", "meta", "--resume", expect=2).stderr
-
-
 # ---------------------------------------------------------------------- Parquet
 
 
@@ -226,13 +214,6 @@ def test_equal_prompts_of_one_line_draw_different_samples_and_the_same_ones_agai
     (row,) = harness.rows([line])
     assert len({sample["text"] for sample in row["outputs"]}) > 1
     assert harness.rows([line]) == [row]
-
-
-@pytest.mark.long
-def test_plan_counts_every_prompt_of_a_line(tmp_path):
-    several = [{"prompt": [[5] * 20, [5] * 20 + [6]]}, {"prompt": [[7], [10**6]]}]
-    plan = json.loads(pagedcli("plan", written(tmp_path / "a", several), "--format", "json", expect=3).stdout)
-    assert (plan["num_rows"], plan["num_bad_rows"], plan["num_prompt_tokens"]) == (2, 1, 41)
 
 
 def test_one_prompt_that_cannot_be_served_fails_its_line_alone(harness):

@@ -85,10 +85,9 @@ def test_only_the_rows_of_the_shard_and_up_to_the_limit_count():
     lines = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a"}]
     prompts = [RowPrompt([1], SamplingParams(temperature=0.0))]
     for settings in ({"shard": (0, 3)}, {"limit": 1}):
-        first = BatchRow(next(iter(MemorySource(lines))), prompts=prompts)
         repeats = scanned(lines, **settings)
-        assert repeats.take(first) is False
-        assert not repeats._same, settings
+        taken = [repeats.take(BatchRow(line, prompts=prompts)) for line in MemorySource(lines)]
+        assert taken == [False] * 3, settings
 
 
 def test_what_makes_two_rows_equal():

@@ -6,8 +6,7 @@ import pytest
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import LineSource
-from pagedcli.batch.parquet import ParquetRows, ParquetSource, answer_schema, cells_of
-from pagedcli.batch.rows import WrittenRow
+from pagedcli.batch.parquet import ParquetRows, ParquetSource, answer_schema
 from pagedcli.errors import PagedcliError, UsageError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
@@ -121,13 +120,6 @@ def test_all_parts_of_a_row_have_a_column(tmp_path):
     assert out[2]["error"] == error
 
 
-def test_an_openai_row_is_flattened():
-    choice = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop", "logprobs": None}
-    row = {"custom_id": "c", "response": {"body": {"choices": [choice], "usage": {"total_tokens": 9}}}, "error": None}
-    flat = cells_of(WrittenRow.of(json.dumps(row).encode()))
-    assert (flat["id"], flat["text"], flat["usage"]["total_tokens"]) == ("c", "hi", 9)
-
-
 @pytest.mark.parametrize("num_rows", [0, 1, 5000])
 def test_any_number_of_rows_is_written_in_row_groups(tmp_path, monkeypatch, num_rows):
     monkeypatch.setattr("pagedcli.batch.parquet._ROW_GROUP_ROWS", 2048)
@@ -139,10 +131,3 @@ def test_any_number_of_rows_is_written_in_row_groups(tmp_path, monkeypatch, num_
     out = pq.ParquetFile(tmp_path / "out.parquet")
     assert out.read()["text"].to_pylist() == out.read()["prompt"].to_pylist()
     assert max((out.metadata.row_group(i).num_rows for i in range(out.num_row_groups)), default=0) <= 2048
-
-
-def test_only_the_rows_of_a_limit_are_written(tmp_path):
-    source = table_of([{"prompt": str(i)} for i in range(9)], tmp_path / "in.parquet")
-    with (tmp_path / "out.parquet").open("w+b") as file:
-        ParquetRows(source).write(file, lambda: enumerate(map(answer, range(4))))
-    assert pq.read_table(tmp_path / "out.parquet")["prompt"].to_pylist() == ["0", "1", "2", "3"]

@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import FAST, pagedcli
 from conftest import shared_data
 from harness.engine import Harness
 
@@ -180,7 +180,7 @@ def questions(tmp_path):
 
 
 def generate(questions, out, *flags):
-    pagedcli("generate", str(questions), "-o", str(out), "--dtype", "float32", *flags)
+    pagedcli("generate", str(questions), "-o", str(out), "--dtype", "float32", *FAST[2:], *flags)
     return out
 
 
@@ -210,7 +210,7 @@ def test_equal_rows_are_computed_once(questions, tmp_path):
         file.writelines(json.dumps(row) + "\n" for row in (ROWS[0] | {"id": "h"}, moved))
     plain = generate(questions, tmp_path / "plain.jsonl")
     equal = tmp_path / "equal.jsonl"
-    result = pagedcli("generate", questions, "-o", equal, "--dtype", "float32", "--deduplicate", "--all")
+    result = pagedcli("generate", questions, "-o", equal, "--dtype", "float32", *FAST[2:], "--deduplicate", "--all")
     assert "  deduplicated 1 row" in result.stderr
     pagedcli("verify", plain, equal)
     scores = {row["id"]: row.get("scores") for row in map(json.loads, equal.open())}
