@@ -3,9 +3,8 @@
 from collections import Counter
 
 import pytest
-from app_harness import app_of, cells_of_map, column_of, contrast, drive, panel, press, screen_text, settle, typed
+from app_harness import app_of, cells_of_map, column_of, drive, panel, press, screen_text, settle, typed
 from harness.core import Simulation, simulated
-from test_navigation import colours
 
 from pagedcli.views.cache_groups import group_of
 
@@ -175,25 +174,5 @@ def test_groups_have_a_page_that_follows_the_steps(events):
             assert [int(row[heading.index("blocks in use")]) for row in rows] == [in_use[group] for group in range(3)]
             await press(pilot, ".")
         assert "block pool" in await press(pilot, "escape")
-
-    drive(app, script, (120, 40))
-
-
-@pytest.mark.quick("sequences")
-@pytest.mark.parametrize("focus", ["map", "sequences"])
-def test_the_colours_of_groups_have_contrast(events, focus):
-    """At least 4.5 : 1, WCAG's level AA for text."""
-    app = app_of(events)
-
-    async def script(pilot):
-        panel(app, focus).focus()
-        await press(pilot, *"20", "enter", "G")
-        strips = app.screen._compositor.render_strips()
-        region = panel(app, "map").region
-        seen = [
-            (text, contrast(*pair)) for y in range(region.y + 1, region.bottom) for text, pair, _ in colours(strips[y])
-        ]
-        assert len(seen) > 20
-        assert [each for each in seen if each[1] < 4.5] == []
 
     drive(app, script, (120, 40))

@@ -238,15 +238,15 @@ def colours(strip):
             yield text, (back, front) if style.reverse else (front, back), style.dim
 
 
-@pytest.mark.quick("sequences")
-@pytest.mark.parametrize("focus", ["map", "sequences", "time"])
-def test_every_text_has_contrast(events, focus):
-    """At least 4.5 : 1, WCAG's level AA for text. Borders and footer are Textual's."""
-    app = app_of(events)
+@pytest.mark.quick("sequences-p", "map-G")
+@pytest.mark.parametrize(("focus", "key"), [("map", "p"), ("sequences", "p"), ("time", "p"), ("map", "G")])
+def test_every_text_has_contrast(focus, key):
+    """At least 4.5 : 1, WCAG's level AA for text. Borders and footer are Textual's. G shows groups of layers."""
+    app = app_of(simulated(num_blocks=60, windows=(4, None, 6)) if key == "G" else simulated())
 
     async def script(pilot):
         panel(app, focus).focus()
-        await press(pilot, "p")
+        await press(pilot, "2", "0", "enter", key)
         panels = {y for panel in app.query(".panel") for y in range(panel.region.y + 1, panel.region.bottom)}
         strips = app.screen._compositor.render_strips()
         seen = [

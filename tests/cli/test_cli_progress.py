@@ -21,23 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def some_stats():
-    return BatchStats(
-        num_rows=1000,
-        num_done=300,
-        num_failed=2,
-        num_resumed=100,
-        num_resumed_failed=1,
-        facts=RunFacts(
-            num_prompt_tokens=5000,
-            num_cached_tokens=1250,
-            num_computed_tokens=12_750,
-            num_generated_tokens=9000,
-            num_preemptions=7,
-            num_used_blocks=30,
-            num_blocks=40,
-        ),
-        elapsed_s=30.0,
-    )
+    facts = RunFacts(
+        num_prompt_tokens=5000, num_cached_tokens=1250, num_computed_tokens=12_750, num_generated_tokens=9000,
+        num_preemptions=7, num_used_blocks=30, num_blocks=40,
+    )  # fmt: skip
+    rows = {"num_rows": 1000, "num_done": 300, "num_failed": 2, "num_resumed": 100, "num_resumed_failed": 1}
+    return BatchStats(**rows, facts=facts, elapsed_s=30.0)
 
 
 def test_rows_and_time_left_count_what_the_journal_had():

@@ -15,20 +15,13 @@ def clock_of(number):
     return f"It is {9 + number % 13}:{10 + number % 50}:{10 + number // 650 % 50}. "
 
 
-def clock_chats(path, num=60):
-    rows = [
-        {
-            "id": number,
-            "messages": [
-                {"role": "system", "content": clock_of(number) + LIBRARY},
-                {"role": "user", "content": f"Where is book {number}?"},
-            ],
-            "max_tokens": 4,
-        }
-        for number in range(num)
-    ]
+def clock_chats(path, num):
+    rows = []
+    for number in range(num):
+        texts = {"system": clock_of(number) + LIBRARY, "user": f"Where is book {number}?"}
+        messages = [{"role": role, "content": text} for role, text in texts.items()]
+        rows.append({"id": number, "messages": messages, "max_tokens": 4})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
 
 
 def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge(tmp_path):

@@ -1,6 +1,5 @@
 """`pagedcli generate` as a person meets it: messages, exit codes, files, streams."""
 
-import gzip
 import json
 import shutil
 import struct
@@ -15,27 +14,6 @@ from pagedcli.config import Config, EngineConfig
 from pagedcli.models.hub import model_folder
 
 # ---------------------------------------------------------------------- good runs
-
-
-def test_stdin_and_gzip_give_the_same_rows(prompts, tmp_path):
-    packed, packed_out = tmp_path / "prompts.jsonl.gz", tmp_path / "out.jsonl.gz"
-    packed.write_bytes(gzip.compress(PROMPTS.encode()))
-    from_stdin = rows_of(pagedcli("generate", "-", *FAST, stdin=PROMPTS).stdout)
-    pagedcli("generate", packed, "-o", packed_out, *FAST)
-    assert rows_of(gzip.decompress(packed_out.read_bytes()).decode()) == from_stdin
-    assert from_stdin == rows_of(pagedcli("generate", prompts, *FAST).stdout)
-
-
-def test_flags_reach_the_sampler(prompts):
-    rows = rows_of(pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids").stdout)
-    assert [len(row["outputs"]) for row in rows] == [2, 2, 2]
-    assert all(len(sample["token_ids"]) <= 4 for row in rows for sample in row["outputs"])
-    again = rows_of(pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids").stdout)
-    other = rows_of(
-        pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids", "--seed", 5).stdout
-    )
-    assert again == rows
-    assert other != rows
 
 
 def test_the_summary_counts_the_tokens_of_the_rows(prompts, out, tmp_path):
@@ -65,11 +43,6 @@ def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_pa
     weights.write_bytes(struct.pack("<Q", 2**40))
     assert "model.safetensors" in pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1).stderr
     assert not list(out.parent.glob("out*"))
-
-
-def test_resume_without_a_journal_begins(prompts, out):
-    pagedcli("generate", prompts, "-o", out, *FAST, "--resume")
-    assert len(rows_of(out)) == 3
 
 
 def test_resume_with_other_settings_names_the_difference(tmp_path, out):

@@ -127,12 +127,6 @@ def test_rows_replace_no_trace_and_no_model_file(prompts, tmp_path):
     assert files_in(tmp_path) == before
 
 
-def test_devices_are_not_replaced(prompts):
-    pagedcli("generate", prompts, "-o", "/dev/null", "--summary-json", "/dev/null", "--metrics", "/dev/null", *FAST)
-    assert os.path.exists("/dev/null")
-    assert not os.path.isfile("/dev/null")
-
-
 # ---------------------------------------------------------------------- what --resume accepts
 
 

@@ -15,7 +15,7 @@ QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assis
 
 
 def plan(*arguments, stdin=None, expect=0):
-    return pagedcli("plan", *arguments, stdin=stdin, expect=expect)
+    return pagedcli("plan", *arguments, "--no-calibrate", stdin=stdin, expect=expect)
 
 
 def as_json(*arguments, **others):
@@ -161,7 +161,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
     reason = "an NVIDIA driver (470.82.01) is loaded, but it is too old for this torch"
     monkeypatch.setattr("pagedcli.planning.machine.unseen_gpu", lambda: reason)
     told = f"not used: GPU: {reason}"
-    arguments = ("-", "--no-calibrate", "--max-tokens", "4")
+    arguments = ("-", "--max-tokens", "4")
     assert told in plan(*arguments, stdin='{"prompt": "Once"}\n').stderr
     assert told not in plan(*arguments, "--device", "cpu", stdin='{"prompt": "Once"}\n').stderr
 

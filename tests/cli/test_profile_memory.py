@@ -130,17 +130,6 @@ def test_the_prediction_is_near_what_a_fresh_process_measures(quantization, tmp_
     assert note.startswith("int8, embedding and norms float32" if quantization else "float32")
 
 
-def test_an_int8_cache_is_counted_with_its_scales(tmp_path):
-    path = tiny_model("qwen3", tmp_path / "m")
-    arguments = ("-m", path, "--device", "cpu", "--kv-cache-memory", "1MiB", "--kv-cache-dtype", "int8", *SMALL)
-    found = as_json(*arguments)
-    assert (found["dtype"], found["kv_dtype"]) == ("float32", "int8")
-    assert found["block_bytes"] == 2 * 2 * 16 * 2 * (32 + 4)
-    assert found["num_kvcache_blocks"] == 2**20 // found["block_bytes"]
-    formula = "2 (K and V) x 2 layers x 16 tokens x 2 kv_heads x (32 head_dim x 1 bytes + 4 of scale) = 4,608"
-    assert formula in profile_memory(*arguments, "--format", "md").stdout
-
-
 @pytest.mark.parametrize("machine", [("--memory", "24GiB", "--quantization", "int4"), ("--gpu", "h200")])
 def test_the_setting_for_what_is_left_gives_what_it_promises(large, machine):
     flags = ("-m", large, "--max-model-len", "8192", *machine)
