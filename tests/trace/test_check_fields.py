@@ -16,7 +16,7 @@ from pagedcli.events import (
 )
 from pagedcli.sampling_params import SamplingParams
 
-EVENTS = simulated(num_requests=30, num_blocks=12)
+EVENTS = simulated(num_requests=20, num_blocks=12)
 NOT_CHECKABLE = {
     "EngineStarted": {
         **dict.fromkeys(("pagedcli_version", "model", "device", "dtype", "backend", "refused"), "said nowhere else"),
