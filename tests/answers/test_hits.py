@@ -64,7 +64,7 @@ def rate(run):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.quick(*(f"{seed}-*" for seed in range(3, 10)))
+@pytest.mark.quick("4-*", "6-*")  # times of arrival, windows
 @pytest.mark.parametrize("seed", range(40))
 def test_the_pool_that_is_enough_is_as_good_as_one_without_limit_and_a_tenth_less_is_not(seed, policy):
     requests = random_requests(seed)
