@@ -10,7 +10,6 @@ from cli_harness import pagedcli
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.session import parse_shard
-from pagedcli.cli.summary import resume_command
 from pagedcli.core.facts import RunFacts
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text
@@ -118,13 +117,6 @@ def test_a_page_explains_every_label_of_the_summary(tmp_path):
     assert {"TTFT", "TPOT", "prefixes", "waste"} <= labels
     shown = (ROOT / "docs" / "look-inside.md").read_text(encoding="utf-8")
     assert {label for label in labels if label not in shown} == set()
-
-
-def test_the_resume_command_can_be_pasted():
-    assert resume_command(["generate", "my file.jsonl", "-o", "o", "--overwrite"]) == (
-        "pagedcli generate 'my file.jsonl' -o o --resume"
-    )
-    assert resume_command(["generate", "a", "--resume"]) == "pagedcli generate a --resume"
 
 
 def test_control_characters_are_shown_as_escapes():

@@ -39,11 +39,3 @@ def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge
     story = pagedcli("explain", trace, "--request", "7").stdout
     assert "without a prefix lookup, as prefix caching is off" in story
     assert "divergence" not in story
-
-
-def test_another_block_size_is_named_only_where_it_is_a_cure(tmp_path):
-    path = tmp_path / "short.jsonl"
-    rows = ({"prompt": [*range(10, 20), *[30 + number] * 10], "max_tokens": 2} for number in range(20))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = pagedcli("plan", path, "--no-calibrate").stdout
-    assert "before a block of 16 tokens is full. --block-size 8 raises hits from 0.0 % to " in shown.splitlines()[1]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -30,31 +29,6 @@ def test_completion_order_has_the_same_rows(prompts):
 
 
 # ---------------------------------------------------------------------- what goes wrong
-
-
-def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_path):
-    folder = tmp_path / "damaged"
-    shutil.copytree(model_folder(EngineConfig()), folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    result = pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1)
-    assert "error:" in result.stderr
-    assert "model.safetensors" in result.stderr
-    weights.write_bytes(struct.pack("<Q", 2**40))
-    assert "model.safetensors" in pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1).stderr
-    assert not list(out.parent.glob("out*"))
-
-
-def test_resume_with_other_settings_names_the_difference(tmp_path, out):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("no\n" * 5)
-    pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
-    result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", "--temperature", 1, expect=2)
-    assert "other settings; sampling.temperature: 0.0 -> 1.0" in result.stderr
-    bad.write_text("no\n" * 6)
-    result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=2)
-    assert "other settings; input: changed; input rows: 5 -> 6" in result.stderr
-    assert "model:" not in result.stderr.partition("other settings")[2]
 
 
 def test_other_weights_of_the_same_shapes_are_another_model(tmp_path):

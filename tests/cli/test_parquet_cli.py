@@ -100,20 +100,6 @@ def test_the_first_rows_and_shards_of_a_table(table, jsonl_rows, tmp_path):
     assert "JSONL" in said
 
 
-@pytest.mark.long
-def test_plan_and_profile_memory_read_a_table(table, jsonl_rows, tmp_path):
-    flags = ["--no-calibrate", "--format", "json", *FAST[:2]]  # a calibration on a busy machine is made again
-    shown = [
-        json.loads(pagedcli("plan", tmp_path / name, *flags, expect=3).stdout) for name in ("in.parquet", "in.jsonl")
-    ]
-    assert shown[0] == shown[1]
-    profiles = [
-        pagedcli("profile-memory", "--prompts", tmp_path / name, "--gpu", "h100", "--format", "json", *FAST[:2]).stdout
-        for name in ("in.parquet", "in.jsonl")
-    ]
-    assert profiles[0] == profiles[1]
-
-
 def run_in_child(folder, resume):
     import torch
 

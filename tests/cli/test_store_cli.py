@@ -128,12 +128,9 @@ def test_a_bound_that_others_exceed_is_said(runs, tmp_path):
     assert f"1 file of {byte_text(next(store.glob('*.kept')).stat().st_size)}" in listed
 
 
-def test_it_is_listed_checked_and_trimmed(runs, tmp_path):
+def test_a_damaged_file_is_found_and_trimming_leaves_what_is_not_its_own(runs, tmp_path):
     store = tmp_path / "store"
     shutil.copytree(runs[0] / "store", store)
-    [settings] = json.loads(pagedcli("store", store, "--format", "json").stdout)["settings"]
-    assert (settings["num_files"], settings["differs"]) == (1, "")
-    assert pagedcli("store", store, "--check").stdout == "1 file intact, 0 damaged\n"
     [file] = store.iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
