@@ -75,12 +75,6 @@ def test_a_bad_line_is_an_error_row_and_its_neighbours_are_served(harness):
     assert result.stats.error_codes == {"invalid_json": 1, "invalid_parameter": 1}
 
 
-def test_an_empty_input_gives_no_rows(harness):
-    result, rows = harness.run([b"", b"  "])
-    assert rows == []
-    assert result.outcome == "complete"
-
-
 @pytest.mark.parametrize(
     ("line", "code"),
     [
@@ -100,11 +94,6 @@ def test_what_the_engine_cannot_serve_is_an_error_row(harness, line, code):
     bad, good = harness.rows([line, plain("Hello")])
     assert bad["error"]["code"] == code
     assert good["error"] is None
-
-
-def test_a_second_line_with_the_same_id_is_an_error_row(harness):
-    rows = harness.rows([plain("a", id="x"), plain("b", id="x"), plain("c", id=1), plain("d", id="1"), plain("e")])
-    assert [row["error"] and row["error"]["code"] for row in rows] == [None, "duplicate_id", None, None, None]
 
 
 # ---------------------------------------------------------------------- the same tokens
@@ -214,13 +203,6 @@ def test_how_a_chat_ends_is_checked(harness, fields, words):
 
 
 # ---------------------------------------------------------------------- chat and OpenAI
-
-
-def test_a_chat_and_its_rendered_prompt_give_the_same_answer(harness):
-    ids = harness.tokenizer.encode_chat(user("Hello!"))
-    chat, ids_row = harness.rows([{"messages": user("Hello!")}, plain(ids)])
-    assert chat["text"] == ids_row["text"]
-    assert chat["usage"] == ids_row["usage"]
 
 
 def test_an_openai_row_with_an_error_has_openais_fields(harness):

@@ -178,14 +178,6 @@ def test_a_stop_string_that_ends_within_min_tokens_does_not_count(demo):
     assert checker.text == " Ben "
 
 
-def test_a_stop_string_that_never_comes_leaves_the_text_alone(tokenizer):
-    prompt, output = tokenizer.encode("Once"), body(tokenizer, "upon a \u00e9")
-    checkers = StopCheckers(tokenizer, prompt, SamplingParams(stop="never"))
-    checker = checkers()
-    assert fed(checker, output) == (None, len(output))
-    assert checkers.text(0, output) == tokenizer.decode_output(prompt, output)
-
-
 # ---------------------------------------------------------------------- chat
 
 

@@ -39,11 +39,6 @@ def test_a_field_holds_the_prompt_as_text_turns_messages_or_token_ids(harness, v
     assert found["usage"]["completion_tokens"] == 3, "the line's own parameters count"
 
 
-def test_a_line_without_the_field_is_an_error_row_with_its_id(harness):
-    (row,) = harness.rows([{"prompt": PROMPT, "qid": 7}], columns=Columns(prompt="question", id="qid"))
-    assert (row["id"], row["error"]["message"]) == (7, "no field 'question'")
-
-
 def test_the_id_field_replaces_id_and_must_be_unique(harness):
     rows = harness.rows(
         [{"prompt": "a", "id": 1, "key": "x"}, {"prompt": "b", "id": 2, "key": "x"}], columns=Columns(id="key")

@@ -34,14 +34,18 @@ def test_rows_are_those_of_the_jsonl_file_with_the_same_fields(tmp_path):
     assert documents(table_of(rows, tmp_path / "in.parquet")) == documents(LineSource(str(tmp_path / "in.jsonl")))
 
 
-def test_nulls_are_absent_fields_and_other_columns_are_not_read(tmp_path):
-    rows = [{"prompt": "a", "max_tokens": None, "label": "x"}, {"prompt": "b", "max_tokens": 3, "label": None}]
-    assert documents(table_of(rows, tmp_path / "in.parquet")) == [{"prompt": "a"}, {"prompt": "b", "max_tokens": 3}]
-
-
-def test_whole_numbers_that_pandas_made_floats_are_numbers_of_tokens(tmp_path):
-    source = table_of([{"prompt": "a", "max_tokens": 3.0}, {"prompt": "b", "max_tokens": float("nan")}], tmp_path / "i")
-    assert documents(source) == [{"prompt": "a", "max_tokens": 3}, {"prompt": "b"}]
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"prompt": [1, 2, 3]}], [{"prompt": [1, 2, 3]}]),
+        ([{"prompt": "a", "max_tokens": None, "label": "x"}, {"prompt": "b", "max_tokens": 3, "label": None}],
+         [{"prompt": "a"}, {"prompt": "b", "max_tokens": 3}]),  # other columns are not read
+        ([{"prompt": "a", "max_tokens": 3.0}, {"prompt": "b", "max_tokens": float("nan")}],  # as pandas makes them
+         [{"prompt": "a", "max_tokens": 3}, {"prompt": "b"}]),
+    ],
+)  # fmt: skip
+def test_cells_are_fields_and_nulls_are_absent(tmp_path, rows, expected):
+    assert documents(table_of(rows, tmp_path / "in.parquet")) == expected
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["struct", "json"])
@@ -53,10 +57,6 @@ def test_messages_and_a_body_may_be_structs_or_json(tmp_path, as_text):
     assert line["custom_id"] == "a"
     assert line["max_tokens"] == 5
     assert [message["role"] for message in line["messages"]] == ["user", "system"]
-
-
-def test_token_ids_are_a_list_column(tmp_path):
-    assert documents(table_of([{"prompt": [1, 2, 3]}], tmp_path / "in.parquet")) == [{"prompt": [1, 2, 3]}]
 
 
 def test_what_cannot_be_read_is_said_before_anything_starts(tmp_path):

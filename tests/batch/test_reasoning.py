@@ -5,13 +5,12 @@ import json
 
 import pytest
 from cli_harness import pagedcli, rows_of, with_keys
-from harness.engine import BUILTIN, DEFAULTS, Harness, chain_model, row_of, with_tokens
+from harness.engine import BUILTIN, chain_model, row_of, with_tokens
 
 from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.reasoning import find_format
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.sampling_params import SamplingParams
 
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
 BEGUN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -236,14 +235,6 @@ def test_a_kept_column_of_that_name_is_refused_unless_reasoning_is_dropped(reaso
     assert "'reasoning_content' cannot be kept" in said
     pagedcli(*arguments, "-o", tmp_path / "b.jsonl", *with_keys(tmp_path, run__keep_reasoning=False))
     assert rows_of(tmp_path / "b.jsonl")[0]["reasoning_content"] == "mine"
-
-
-def test_a_system_prompt_makes_chats_that_reason(reasoner):
-    harness = Harness(model=str(reasoner))
-    defaults = SamplingParams(temperature=0.0, max_tokens=16)
-    assert DEFAULTS.max_tokens < 16
-    [row] = harness.rows([{"prompt": "How many?"}], system_prompt="Count. ", defaults=defaults)
-    assert parts(row) == ("Two and more", "Four cats")
 
 
 def test_parts_of_a_distributed_run_have_the_same_columns_whichever_rows_they_have(think, tmp_path):

@@ -11,7 +11,7 @@ from conftest import shared_data
 from harness.engine import Harness
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.score_comparison import RowScores, ScoreComparison, interval
+from pagedcli.batch.score_comparison import interval
 from pagedcli.batch.scoring import ScoreRequest
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.verify import EXIT_DIFFERENT
@@ -245,14 +245,6 @@ def test_the_interval_is_wilsons():
     assert (low, high) == (pytest.approx(0.4901625), pytest.approx(0.9433178))
     assert interval(0, 5)[0] == 0
     assert interval(5, 5)[1] == 1
-
-
-def test_rows_without_a_target_have_no_accuracy():
-    scores = [{"logprob": -1.0, "num_tokens": 1, "num_bytes": 1}]
-    row = RowScores.of({"scores": scores, "best": {"logprob": 0, "per_token": 0, "per_byte": 0}})
-    found = ScoreComparison()
-    found.add(row, row)
-    assert all(each.right_a is None for each in found.answers())
 
 
 def test_plan_tells_the_tokens_with_and_without_sharing(questions):
