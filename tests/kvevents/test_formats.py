@@ -83,15 +83,11 @@ def batch_of(*events, rank=b"\x03"):
     return decode_batch(b"\x93" + TS + bytes([0x90 + len(events)]) + b"".join(events) + rank)
 
 
-def test_vllm_map_form_with_every_field():
-    batch = batch_of(MAP_STORED)
+@pytest.mark.parametrize("event", [MAP_STORED, ARRAY_STORED], ids=["map", "array"])
+def test_vllms_forms_with_every_field(event):
+    batch = batch_of(event)
     assert batch.events == [Stored(**TWO_BLOCKS, extra=EXTRA)]
     assert (batch.time_s, batch.rank, batch.unknown_fields) == (1795265169.5, 3, [])
-
-
-def test_vllm_array_form_with_every_field():
-    batch = batch_of(ARRAY_STORED)
-    assert batch.events == [Stored(**TWO_BLOCKS, extra=EXTRA)]
 
 
 def test_a_batch_may_be_a_map_itself():

@@ -1,12 +1,11 @@
 """Folding the events of the real block manager gives back the real pool, exactly."""
 
-import random
 from collections.abc import Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from harness.core import PoolMachine, make_seq
+from harness.core import PoolMachine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
@@ -26,7 +25,6 @@ from pagedcli.events import (
     RequestAdded,
     RequestFinished,
     RequestPreempted,
-    StepFinished,
     StepScheduled,
     StepStarted,
     TokensSampled,
@@ -165,43 +163,6 @@ TestFold = pytest.mark.long(FoldMachine.TestCase)
 TestFold.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
-def test_a_snapshot_is_not_changed_by_later_events() -> None:
-    state = PoolState()
-    state.apply(engine_started(4, 2))
-    manager = BlockManager(4, 2, emit=state.apply)
-    user = make_seq([1, 2, 3])
-    state.apply(RequestAdded(0, "r0", 0, 3, 16, False))
-    manager.allocate(user, manager.lookup(user), 3)
-    snapshot = state.copy()
-    manager.deallocate(user)
-    assert snapshot.ref_counts == [1, 1, 0, 0]
-    assert snapshot.seqs[0].block_table == [0, 1]
-    assert state.ref_counts == [0, 0, 0, 0]
-    assert list(state.free_block_ids) == [1, 2, 3, 0]  # the partial one first, the cached one last
-    snapshot.apply(BlocksReleased(0, (1, 0)))  # the snapshot goes on by itself
-    assert list(snapshot.free_block_ids) == list(state.free_block_ids)
-
-
-def test_three_states_add_up_and_unfilled_slots_are_counted() -> None:
-    state = PoolState()
-    state.apply(engine_started(4, 4))
-    manager = BlockManager(4, 4, emit=state.apply)
-    user = make_seq([1, 2, 3, 4, 5, 6])
-    state.apply(StepStarted(0, 0))
-    state.apply(RequestAdded(0, "r0", 0, 6, 16, False))
-    manager.allocate(user, manager.lookup(user), 6)
-    state.apply(StepScheduled(0, (0,), (6,), 0))
-    assert (state.num_used_blocks, state.num_cached_blocks, state.num_empty_blocks) == (2, 0, 2)
-    assert state.num_unfilled_slots() == 2
-    state.apply(TokensSampled((0,)))
-    state.apply(RequestFinished(0, "length", 1))
-    manager.deallocate(user)
-    state.apply(StepFinished(0, 1, 0, 0, 0, 0))
-    assert (state.num_used_blocks, state.num_cached_blocks, state.num_empty_blocks) == (0, 1, 3)
-    assert state.num_unfilled_slots() == 0
-    assert state.finished[0].finish_reason == "length"
-
-
 @pytest.mark.parametrize(
     ("event", "message"),
     [
@@ -283,22 +244,3 @@ def test_with_lru_a_duplicate_may_be_evicted_before_its_turn_but_need_not(evicte
 def test_events_before_the_start_are_refused() -> None:
     with pytest.raises(TraceError, match="before engine_started"):
         pool_fold()(StepStarted(0, 0))
-
-
-def test_a_walk_over_a_hundred_thousand_blocks_ends_in_the_ledgers_of_the_manager() -> None:
-    rng = random.Random(0)
-    state = PoolState()
-    state.apply(engine_started(100_000, 16))
-    manager = BlockManager(100_000, 16, emit=state.apply)
-    users = []
-    for seq_id in range(400):
-        user = make_seq([rng.randrange(2) for _ in range(rng.randrange(1, 3000))], seq_id)
-        state.apply(RequestAdded(seq_id, str(seq_id), 0, len(user.token_ids), 16, False))
-        hit = manager.lookup(user)
-        manager.allocate(user, hit, len(user.token_ids) - manager.num_computed_after(user, hit))
-        users.append(user)
-        if rng.random() < 0.5:
-            gone = users.pop(rng.randrange(len(users)))
-            state.apply(RequestFinished(gone.seq_id, "abort", 0))
-            manager.deallocate(gone)
-    assert_same_ledgers(manager, state, users)
