@@ -90,6 +90,17 @@ def test_every_configuration_file_is_valid(path):
     assert load_config(path).config != Config() or path.name == "default.yaml"
 
 
+def test_show_config_tells_where_each_value_is_from(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("engine: {block_size: 32, kv_cache_memory: 4GiB}\n")
+    shown = run("generate", "--show-config", "-C", str(path), "--block-size", "64", "--stop", "a", "--stop", "b")
+    rows = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines() if line}
+    assert rows["engine.block_size"] == ["64", "--block-size"]
+    assert rows["engine.kv_cache_memory"] == [str(4 * 2**30), str(path)]
+    assert rows["engine.max_num_seqs"] == ["256", "default"]
+    assert rows["sampling.stop"] == ["['a',", "'b']", "--stop"]
+
+
 def test_show_config_as_yaml_is_a_configuration_file(tmp_path):
     path = tmp_path / "shown.yaml"
     path.write_text(run("generate", "--show-config", "--format", "yaml", "--block-size", "4", "--top-p", "0.5").stdout)

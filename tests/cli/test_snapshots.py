@@ -76,7 +76,6 @@ FILES = {
     "bad.json": '{"type": "object",\n "x": tru}',
     "tools.json": '[{"type": "function", "function": {"name": "f"}}]',
     "notes.txt": "mine\n",
-    "size.yaml": "engine: {block_size: 32, kv_cache_memory: 4GiB}",
     "flash.yaml": "engine: {attention_backend: flash, device: cpu}",
     "llama.jsonl": lines(
         {"prompt": "You answer in one line.\n\x1b[31m" + "Once upon a time there was a llama. " * 12 + name}
