@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from app_harness import app_of, column_of, contrast, drive, panel, press, screen_text, settle, typed, until
+from app_harness import app_of, contrast, drive, panel, press, screen_text, settle, typed, until
 from harness.core import EventList, Simulation, simulated
 from textual.events import MouseDown, MouseMove, MouseScrollUp, MouseUp
 from textual.widgets import Input
@@ -205,24 +205,6 @@ def test_a_search_lists_what_it_finds_and_n_goes_on(events):
         await press(pilot, "enter")
         assert app.focused is panel(app, "map")
         assert "block 5: " in screen_text(app)
-
-    drive(app, script)
-
-
-def test_filters_with_conditions_and_what_is_wrong_with_them(events):
-    app = app_of(events)
-
-    async def script(pilot):
-        await press(pilot, "2", "0", "enter")
-        await typed(pilot, "f", "waited>10 state=waiting")
-        state = app.player.moment.state
-        expected = [seq.seq_id for seq in state.seqs.values() if not seq.running and seq.num_steps_waited(20) > 10]
-        assert sorted(column_of(app, "sequences")) == sorted(expected)
-        text = await typed(pilot, "f", "wait>3")
-        assert "there is no field 'wait'" in text
-        assert app.screen is not app.screen_stack[0]
-        await press(pilot, "escape")
-        assert sorted(column_of(app, "sequences")) == sorted(expected)
 
     drive(app, script)
 

@@ -35,6 +35,10 @@ def schema_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
+def nested(depth):
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "integer"}
+
+
 def hot(prompt="Once upon a time", **fields):
     return {"prompt": prompt, "temperature": 1.0, "max_tokens": 110, **fields}
 
@@ -124,6 +128,7 @@ def test_a_line_replaces_the_grammar_of_the_run(small):
         ({"response_format": schema_format({"$ref": "https://example.com/a.json"})}, "invalid_schema", "example.com"),
         ({"response_format": schema_format({"enum": []})}, "invalid_schema", "Unsatisfiable"),
         ({"guided_json": "{"}, "invalid_schema", "EOF"),
+        ({"response_format": schema_format(nested(300))}, "invalid_schema", ""),
         ({"guided_json": 5}, "invalid_parameter", "structured_outputs.json"),
         ({"guided_grammar": "start: ("}, "invalid_grammar", "grammar"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_parameter", "exactly one"),
@@ -140,15 +145,6 @@ def test_a_bad_grammar_is_an_error_row_and_its_neighbours_are_served(small, fiel
     assert rows[0]["error"]["code"] == code
     assert said in rows[0]["error"]["message"]
     assert rows[1]["text"] == "b"
-
-
-def nested(depth):
-    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "integer"}
-
-
-def test_a_schema_nested_too_deep_is_an_error_row(small):
-    [row] = small.rows([{"prompt": "a", "response_format": schema_format(nested(300))}])
-    assert row["error"]["code"] == "invalid_schema"
 
 
 def test_a_grammar_that_fails_on_the_way_is_an_error_row(small, monkeypatch):

@@ -1,15 +1,15 @@
 """Lines of a batch file: what is read, what is refused and with which code."""
 
 import gzip
+import tracemalloc
 from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedcli.batch import lines as lines_module
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.lines import Line, LineSource
+from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import BatchRow, RequestParser, decode_line
 from pagedcli.errors import PagedcliError, RequestError
 from pagedcli.sampling_params import SamplingParams
@@ -44,29 +44,20 @@ def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
     assert read == [(0, 1, b'{"a": 1}'), (1, 4, b'{"b": 2}'), (2, 5, b'{"c": 3}')]
 
 
-def test_a_line_over_the_limit_is_skipped_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10)
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b"0123456789\n" + b"x" * 200_000 + b"\nshort\n" + b"y" * 11)
-    assert [line.content for line in LineSource(str(path))] == [b"0123456789", None, b"short", None]
-
-
-def test_a_50_mb_line_costs_no_more_than_the_limit(tmp_path):
-    path = tmp_path / "in.jsonl"
+def test_a_line_over_the_limit_is_skipped_and_costs_as_much_as_one_within_it(tmp_path):
+    path, most = tmp_path / "in.jsonl", MAX_LINE_BYTES
     with path.open("wb") as file:
-        for _ in range(50):
-            file.write(b"x" * 2**20)
-        file.write(b'\n{"prompt": "a"}\n')
-    import tracemalloc
-
+        for num_bytes in (most, 5 * most, 5):
+            file.write(b"x" * num_bytes + b"\n")
+        file.write(b"x" * (most + 1))
     tracemalloc.start()
     try:
-        read = [line.content for line in LineSource(str(path))]
+        read = [line.content and len(line.content) for line in LineSource(str(path))]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert read == [None, b'{"prompt": "a"}']
-    assert peak < 3 * lines_module.MAX_LINE_BYTES
+    assert read == [most, None, 5, None]
+    assert peak < 5 * most
 
 
 def test_gzip_and_plain_files_have_the_same_rows_and_digest(tmp_path):

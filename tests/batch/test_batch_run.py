@@ -1,8 +1,6 @@
 """Whole batch runs on the built-in model: one row per line, whatever the line; the same rows, whatever the pool."""
 
 import gc
-import io
-import json
 import random
 import threading
 
@@ -13,7 +11,6 @@ from harness.engine import Harness, without_run_dependent_fields
 
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.run import PrefixWindow
-from pagedcli.batch.sinks import StreamSink
 from pagedcli.errors import PagedcliError
 
 PROMPTS = ["Once upon a time", "The fox lives", "Q: What does the bear eat?\nA:", "Hello", "Lily and Ben"]
@@ -118,25 +115,6 @@ def test_seeds_belong_to_rows_not_to_their_order_of_arrival(harness):
     assert harness.rows(lines) == rows
     assert harness.rows(lines, seed=1) != rows
     assert harness.rows(lines, limit=3) == rows[:3]
-
-
-def test_a_seed_in_the_line_fixes_its_draws(harness):
-    lines = [plain("Once upon a time", temperature=1.0, seed=7) for _ in range(3)]
-    assert len({row["text"] for row in harness.rows(lines)}) == 1
-
-
-@pytest.mark.bits
-def test_shards_give_together_what_one_run_gives(harness):
-    lines = [plain(prompt, temperature=1.0) for prompt in PROMPTS]
-    shards = []
-    for place in range(2):
-        stream = io.BytesIO()
-        harness.run(lines, sink=StreamSink(stream, order="input", first_index=place, step=2), shard=(place, 2))
-        shards.append([json.loads(row) for row in stream.getvalue().splitlines()])
-    assert [len(shard) for shard in shards] == [3, 2]
-    merged = sorted((row for shard in shards for row in shard), key=lambda row: row["index"])
-    merged = [without_run_dependent_fields(row) for row in merged]
-    assert merged == harness.rows(lines)
 
 
 # ---------------------------------------------------------------------- sampling per line

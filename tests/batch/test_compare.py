@@ -59,26 +59,6 @@ def verify(a, b, *flags, expect):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--max-num-seqs", "1"),
-        ("--chunked-prefill-size", "3"),
-        ("--no-enable-prefix-caching",),
-        ("--num-kvcache-blocks", "6"),
-        ("--block-size", "4"),
-        ("--max-num-batched-tokens", "5"),
-        ("--order", "completion"),
-    ],
-    ids=lambda flags: flags[0],
-)
-def test_alone_chunked_cold_preempted_or_in_another_order_rows_are_the_same_bits(outputs, tmp_path, flags):
-    pagedcli("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, *flags, expect=3)
-    found = verify(outputs / "out.jsonl", tmp_path / "b.jsonl", expect=0)
-    assert (found["num_rows"], found["num_equal"], found["num_compared_with_logprobs"]) == (6, 6, 5)
-
-
-@pytest.mark.bits
 def test_any_number_of_threads_gives_the_same_bits(outputs, tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)

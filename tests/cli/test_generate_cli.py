@@ -22,12 +22,6 @@ def test_the_summary_counts_the_tokens_of_the_rows(prompts, out, tmp_path):
     assert json.loads(summary.read_text())["row_tokens"] == tokens > 0
 
 
-def test_completion_order_has_the_same_rows(prompts):
-    lines = "".join(json.dumps({"prompt": "Hello", "max_tokens": n, "ignore_eos": True}) + "\n" for n in (9, 1, 5))
-    result = pagedcli("generate", "-", *FAST, "--order", "completion", stdin=lines)
-    assert [row["index"] for row in rows_of(result.stdout)] == [1, 2, 0]
-
-
 # ---------------------------------------------------------------------- what goes wrong
 
 
@@ -83,11 +77,6 @@ def test_nothing_from_the_input_steers_the_terminal(tmp_path):
 
 
 # ---------------------------------------------------------------------- looking inside
-
-
-def test_stdin_is_read_as_bytes_not_as_text():
-    result = pagedcli("generate", "-", *FAST, stdin=b'{"prompt": "a"}\n{"prompt": "\xff"}\n', expect=3)
-    assert rows_of(result.stdout)[1]["error"]["code"] == "invalid_utf8"
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,9 @@ def transcript(commands, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("step_times")
 def test_commands_print_what_their_snapshot_shows(folder, path, monkeypatch, request):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder / "no-times")
     written = path.read_text(encoding="utf-8")
     made = transcript(COMMAND.findall(written), folder, monkeypatch)
     if request.config.getoption("--renew-snapshots"):

@@ -4,7 +4,6 @@ import random
 import struct
 from array import array
 
-import msgspec
 import pytest
 from kv_event_harness import message, stored
 
@@ -284,14 +283,7 @@ def test_cache_groups_beyond_the_limit_are_said():
 
 def test_a_tree_never_holds_more_blocks_than_its_limit():
     state = KVState(max_blocks=10)
-    for seq in range(100):
-        event = {
-            "type": "BlockStored",
-            "block_hashes": [seq],
-            "parent_block_hash": None,
-            "token_ids": [1],
-            "block_size": 1,
-        }
-        state.take([b"", seq.to_bytes(8, "big"), msgspec.msgpack.encode([float(seq), [event]])], float(seq))
+    for number in range(100):
+        state.take(message(number, stored(number)), float(number))
     (tree,) = state.trees
     assert (len(tree.nodes), tree.num_refused) == (10, 90)

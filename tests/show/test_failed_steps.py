@@ -29,13 +29,6 @@ def count(events, event_type):
     return sum(isinstance(event, event_type) for event in events)
 
 
-def test_the_ledger_counts_the_blocks_that_are_full(events):
-    folding = pool_fold()
-    for _ in folding.steps(events):
-        state = folding.state
-        assert state.num_full_blocks == sum(block_hash is not None for block_hash in state.hashes)
-
-
 def test_the_summary_counts_failed_steps_among_all(events):
     moment = Moment()
     for _ in pool_fold(moment).steps(events):
