@@ -203,6 +203,12 @@ def test_waste_is_the_mean_of_what_the_tables_of_the_steps_show():
     assert shares[0] == pytest.approx((3 * 16 - 40) / 48)
 
 
+def test_what_prompts_below_a_block_share_is_seen():
+    sim, found = simulation(shared_prompts(240, num_own=10), block_size=256, max_num_seqs=1)
+    assert found.facts.longest_shared == 240  # although no block was ever full
+    assert sim.stats.num_ideal == 0
+
+
 def test_without_prefix_caching_nothing_is_said_about_prefixes():
     _, found = simulation(shared_prompts(64), enable_prefix_caching=False)
     assert "prefixes" not in dict(finding_lines(found))
