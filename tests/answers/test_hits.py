@@ -64,7 +64,7 @@ def rate(run):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.quick(*(f"{seed}-*" for seed in range(3, 10)))
+@pytest.mark.quick("4-*", "6-*")  # times of arrival, windows
 @pytest.mark.parametrize("seed", range(40))
 def test_the_pool_that_is_enough_is_as_good_as_one_without_limit_and_a_tenth_less_is_not(seed, policy):
     requests = random_requests(seed)
@@ -82,7 +82,7 @@ def test_the_pool_that_is_enough_is_as_good_as_one_without_limit_and_a_tenth_les
         assert less.num_refused or rate(less) < found.unlimited.hit_rate - NEARLY
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_pool_without_limit_finds_what_any_larger_one_does(seed):
     requests = random_requests(seed)
     plan = planned(seed, requests, "lru")
@@ -117,7 +117,7 @@ def test_pools_that_are_known_are_not_simulated_again():
 
 
 def test_the_smallest_pool_that_serves_every_request_is_the_least_one():
-    for seed in range(20):
+    for seed in range(10):
         requests = random_requests(seed)
         plan = planned(seed, requests, "lru")
         least = least_pool(requests, plan.limits)

@@ -12,19 +12,10 @@ from model_zoo import tiny_model
 from pagedcli.models.hub import resolve_model
 
 MAKERS = (
-    *(
-        planted.clock,
-        planted.timestamp,
-        planted.date,
-        planted.identifier,
-        planted.ticket,
-        planted.name,
-        planted.counter,
-    ),
-    *(planted.language, planted.question_first, planted.documents, planted.passages, planted.tools, planted.blank),
+    *(planted.clock, planted.identifier, planted.language, planted.question_first, planted.documents, planted.blank),
     *(planted.templates, planted.salts, planted.unique, planted.shared_system, planted.grown_chats, planted.one_salt),
-    *(planted.few_languages, planted.repeated),
 )
+SCARCE = ("--num-kvcache-blocks", "14", "--max-num-seqs", "8")
 TIGHT = ("--num-kvcache-blocks", "40", "--max-num-seqs", "4")
 WIDE = ("--num-kvcache-blocks", "400", "--max-num-seqs", "8", "--block-size", "8")
 
@@ -58,18 +49,9 @@ FILES = {make.__name__: (None, of_planted(make), WIDE if place % 2 else TIGHT) f
     "sorted": (None, some(14), (*TIGHT, "--reorder", "prefix")),
     "windows": ("gemma3", of_ids(10), ("--num-kvcache-blocks", "90", "--max-num-seqs", "3")),
     "states": ("lfm2", of_ids(8), ("--num-kvcache-blocks", "60", "--max-num-seqs", "3")),
-    "preempted": (
-        None,
-        some(10),
-        ("--num-kvcache-blocks", "14", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
-    ),
-    "largest preempted": (
-        None,
-        some(10),
-        ("--num-kvcache-blocks", "14", "--max-num-seqs", "8", "--preemption-policy", "largest"),
-    ),
+    "preempted": (None, some(10), (*SCARCE, "--max-num-batched-tokens", "64")),
+    "largest preempted": (None, some(10), (*SCARCE, "--preemption-policy", "largest")),
 }
-assert len(FILES) == 32
 
 
 def model_of(family, folder):
@@ -86,6 +68,8 @@ def document(*arguments):
     return json.loads(pagedcli(*arguments, "--format", "json").stdout)
 
 
+@pytest.mark.quick(*("clock", "documents", "salts", "grown_chats", "two samples", "many samples", "salted"),
+                   *("without caching", "next use", "sorted", "windows", "states", "preempted"))  # fmt: skip
 @pytest.mark.parametrize("name", FILES)
 def test_every_command_says_what_the_run_found(name, tmp_path, tmp_path_factory):
     family, rows, flags = FILES[name]
@@ -115,11 +99,7 @@ def test_every_command_says_what_the_run_found(name, tmp_path, tmp_path_factory)
         "blocks": (run["kv_blocks"], plan["num_kvcache_blocks"], pool["pool_blocks"], checked["blocks"]["total"]),
         "peak": (run["kv_blocks_peak"], told["kv_blocks_peak"]),
         "steps": (run["steps"], told["steps"], checked["num_steps"]),
-        "longest shared": (
-            run["cache"]["longest_shared_prefix_tokens"],
-            explained["longest_shared_prefix_tokens"],
-            plan["longest_shared_prefix_tokens"],
-        ),
+        "longest shared": [each["longest_shared_prefix_tokens"] for each in (run["cache"], explained, plan)],
         "enough": (plan["enough"]["num_blocks"], simulated["enough"]["num_blocks"]),
         "cures": ([each["text"] for each in run["cures"]], [each["text"] for each in explained["cures"]]),
     }

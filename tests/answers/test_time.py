@@ -85,14 +85,6 @@ def test_rows_and_long_prompts_take_time_outside_of_steps(tmp_path):
     assert found == [pytest.approx(CLOCK.row_s + num_prompt * CLOCK.prompt_token_s) for num_prompt in (40, 90)]
 
 
-def test_of_much_work_rows_from_all_over_the_file_are_simulated(tmp_path):
-    path = file_of(tmp_path / "prompts.jsonl", 240)
-    whole, part = predicted(path, {}), predicted(path, {}, most_tokens=3000)
-    assert (whole.share, whole.sample_error) == (1.0, 0.0)
-    assert part.share < 0.8
-    assert part.num_generated_tokens == pytest.approx(whole.num_generated_tokens, rel=0.1)
-
-
 @pytest.mark.quick("alike")
 @pytest.mark.parametrize("kind", ["longer and longer", "at random", "alike"])
 def test_the_time_of_a_sampled_file_lies_in_its_interval(kind, tmp_path):

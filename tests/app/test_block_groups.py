@@ -3,9 +3,8 @@
 from collections import Counter
 
 import pytest
-from app_harness import app_of, cells_of_map, column_of, contrast, drive, panel, press, screen_text, settle, typed
-from harness.core import Simulation, simulated
-from test_navigation import colours
+from app_harness import app_of, cells_of_map, column_of, drive, panel, press, screen_text, settle, typed
+from harness.core import simulated
 
 from pagedcli.views.cache_groups import group_of
 
@@ -60,34 +59,6 @@ def test_a_key_draws_the_group_of_each_block_at_every_step(events):
     assert "block pool by group of layers" in text
     assert "0 window 4, 1 layer  1 no window, 1 layer  2 window 6, 1 layer  cached  · empty" in text
     assert seen == {("·", False), *((group, is_cached) for group in "012" for is_cached in (False, True))}
-
-
-def test_the_map_of_a_small_run_by_hand():
-    """Blocks of 2; windows of 4 and none: span by span a block of each group. An underscore stands for underlined."""
-    events = []
-    sim = Simulation(10, 2, windows=(4, None), emit=events.append)
-    sim.add([1, 2, 3, 4, 5], 5)
-    sim.run()
-    app = app_of(events)
-
-    async def script(pilot):
-        await press(pilot, "G")
-        drawn = []
-        for stop in range(app.player.last + 1):
-            app.player.move_to(stop)
-            app.tick()
-            await settle(pilot)
-            drawn.append("".join(f"{glyph}_" if style.underline else glyph for glyph, style in cells_of_map(app)))
-        return drawn
-
-    assert drive(app, script) == [
-        "010101····",  # 5 tokens in 3 spans
-        "0_10101····",  # token 6 sees tokens 3 to 6
-        "0_1010101··",
-        "0_10_10101··",  # token 8 sees tokens 5 to 8
-        "0_10_1010101",
-        "0_1_0_1_0_1_0_1_··",  # the end: the last span was not full
-    ]
 
 
 @pytest.mark.quick("Gz")
@@ -175,25 +146,5 @@ def test_groups_have_a_page_that_follows_the_steps(events):
             assert [int(row[heading.index("blocks in use")]) for row in rows] == [in_use[group] for group in range(3)]
             await press(pilot, ".")
         assert "block pool" in await press(pilot, "escape")
-
-    drive(app, script, (120, 40))
-
-
-@pytest.mark.quick("sequences")
-@pytest.mark.parametrize("focus", ["map", "sequences"])
-def test_the_colours_of_groups_have_contrast(events, focus):
-    """At least 4.5 : 1, WCAG's level AA for text."""
-    app = app_of(events)
-
-    async def script(pilot):
-        panel(app, focus).focus()
-        await press(pilot, *"20", "enter", "G")
-        strips = app.screen._compositor.render_strips()
-        region = panel(app, "map").region
-        seen = [
-            (text, contrast(*pair)) for y in range(region.y + 1, region.bottom) for text, pair, _ in colours(strips[y])
-        ]
-        assert len(seen) > 20
-        assert [each for each in seen if each[1] < 4.5] == []
 
     drive(app, script, (120, 40))

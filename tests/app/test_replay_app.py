@@ -292,10 +292,6 @@ def test_a_sequence_story_leaves_its_name_out_with_the_preposition_before_it(win
     assert not [line for line in told if re.search(" (of|to|with|for)(:|$)", line)]
 
 
-def test_the_events_of_a_replay_are_those_of_its_trace(events):
-    assert [event for _, event in with_steps(events)] == events
-
-
 def test_waited_steps_are_the_phases_of_waiting(events):
     timelines = Timelines()
     state = fold(EventList(events), timelines)

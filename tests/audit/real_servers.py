@@ -15,7 +15,6 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import shared_data
 
@@ -28,63 +27,27 @@ def command_in(variable):
     return path
 
 
-def write_gguf(path):
-    """The stories260k model as GGUF."""
-    gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
-    from safetensors.numpy import load_file
+def write_gguf(folder):
+    """The stories260k model as a GGUF file in the folder. Returns its path."""
+    from gguf_files import gguf, gguf_twins
 
-    folder = shared_data("stories260k")
-    config = json.loads((folder / "config.json").read_text())
-    pieces = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("stories260k")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("llama")
-    names = sorted(pieces, key=pieces.get)
-    writer.add_token_list(names)
-    writer.add_token_scores([-float(number) for number in range(len(names))])
-    types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    types += [gguf.TokenType.BYTE if name.startswith("<0x") else gguf.TokenType.NORMAL for name in names[3:]]
-    writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
+    source = shared_data("stories260k")
+    config = json.loads((source / "config.json").read_text())
+    pieces = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
+    names, kinds = sorted(pieces, key=pieces.get), gguf.TokenType
+    types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL]
+    types += [kinds.BYTE if name.startswith("<0x") else kinds.NORMAL for name in names[3:]]
 
-    def interleaved(weight, count):  # llama.cpp rotates neighbours, Hugging Face halves
-        return weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    def extra(writer):
+        writer.add_rope_dimension_count(config["head_dim"])
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(names)
+        writer.add_token_scores([-float(number) for number in range(len(names))])
+        writer.add_token_types(types)
+        writer.add_unk_token_id(0)
 
-    for name, weight in load_file(folder / "model.safetensors").items():
-        weight = weight.astype(np.float32)
-        if "q_proj" in name:
-            weight = interleaved(weight, heads)
-        if "k_proj" in name:
-            weight = interleaved(weight, kv_heads)
-        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(weight))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _gguf_name(name):
-    for old, new in (
-        ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("model.layers.", "blk."),
-        ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"), ("self_attn.q_proj", "attn_q"),
-        ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v"), ("self_attn.o_proj", "attn_output"),
-        ("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"), ("lm_head", "output"),
-    ):  # fmt: skip
-        name = name.replace(old, new)
-    return name
+    return gguf_twins(source, folder, extra=extra)[0]
 
 
 def write_qwen(folder):

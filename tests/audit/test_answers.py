@@ -34,21 +34,16 @@ def test_cached_tokens_are_found_where_servers_report_them(rest, field, cached):
     assert (answer.cached_field, answer.num_cached, answer.num_prompt) == (field, cached, 40)
 
 
-LEGACY = {
-    "tokens": [" a", " b"],
-    "token_logprobs": [-0.1, -0.2],
-    "top_logprobs": [{" a": -0.1, " c": -3}, {" b": -0.2}],
-}
-CONTENT = {
-    "content": [
-        {
-            "token": " a",
-            "logprob": -0.1,
-            "top_logprobs": [{"token": " a", "logprob": -0.1}, {"token": " c", "logprob": -3}],
-        },
-        {"token": " b", "logprob": -0.2, "top_logprobs": [{"token": " b", "logprob": -0.2}]},
-    ]
-}
+TOPS = [{" a": -0.1, " c": -3}, {" b": -0.2}]
+LEGACY = {"tokens": [" a", " b"], "token_logprobs": [-0.1, -0.2], "top_logprobs": TOPS}
+
+
+def as_content(top):
+    likeliest, *_ = rows = [{"token": token, "logprob": logprob} for token, logprob in top.items()]
+    return {**likeliest, "top_logprobs": rows}
+
+
+CONTENT = {"content": [as_content(top) for top in TOPS]}
 
 
 def test_both_shapes_of_logprobs_are_the_same_answer():

@@ -27,9 +27,7 @@ def audit(url, **options):
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "stories.gguf"
-    write_gguf(path)
-    return path
+    return write_gguf(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from cli_harness import pagedcli, rows_of
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -25,45 +24,17 @@ EVERY_CHAT_OPTION = {
         {"role": "assistant", "content": "Hi."},
         {"role": "user", "content": "Go on."},
     ],
-    "max_completion_tokens": 24,
-    "temperature": 0.9,
-    "top_p": 0.9,
-    "n": 2,
-    "seed": 7,
-    "stop": ["zzz"],
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "logit_bias": {"50": -100},
-    "logprobs": True,
-    "top_logprobs": 3,
+    "max_completion_tokens": 24, "temperature": 0.9, "top_p": 0.9, "n": 2, "seed": 7, "stop": ["zzz"],
+    "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"50": -100}, "logprobs": True, "top_logprobs": 3,
     "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
-    "stream": False,
-    "user": "u",
-    "metadata": {"k": "v"},
-    "store": False,
-    "service_tier": "auto",
-    "tools": [],
+    "stream": False, "user": "u", "metadata": {"k": "v"}, "store": False, "service_tier": "auto", "tools": [],
     "tool_choice": "none",
-}
+}  # fmt: skip
 EVERY_COMPLETION_OPTION = {
-    "model": "any",
-    "prompt": "Once upon a time",
-    "max_tokens": 12,
-    "temperature": 1,
-    "top_p": 0.8,
-    "n": 2,
-    "best_of": 1,
-    "echo": False,
-    "seed": 1,
-    "stop": ".",
-    "logprobs": 2,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "suffix": None,
-    "stream": False,
-    "user": "u",
-}
+    "model": "any", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 1, "top_p": 0.8, "n": 2,
+    "best_of": 1, "echo": False, "seed": 1, "stop": ".", "logprobs": 2, "presence_penalty": 0, "frequency_penalty": 0,
+    "logit_bias": {}, "suffix": None, "stream": False, "user": "u",
+}  # fmt: skip
 
 
 def run(tmp_path, text, *flags):
@@ -101,12 +72,3 @@ def test_every_option_is_honoured_or_asks_for_nothing(tmp_path):
         assert json.loads(choice["message"]["content"])["a"] in (1, 2)
         assert all(len(position["top_logprobs"]) == 3 for position in choice["logprobs"]["content"])
     assert "no effect" not in said
-
-
-@pytest.mark.quick("/v1/responses")
-@pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/responses"])
-def test_other_endpoints_are_error_rows(tmp_path, url):
-    line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "m", "input": "x"}}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", expect=3)
-    assert rows_of(tmp_path / "out.jsonl")[0]["error"]["code"] == "unsupported_endpoint"

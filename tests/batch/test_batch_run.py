@@ -1,8 +1,6 @@
 """Whole batch runs on the built-in model: one row per line, whatever the line; the same rows, whatever the pool."""
 
 import gc
-import io
-import json
 import random
 import threading
 
@@ -12,9 +10,8 @@ from bit_settings import by_default
 from harness.engine import Harness, without_run_dependent_fields
 
 from pagedcli.batch.lines import Line, LineSource
-from pagedcli.batch.sinks import StreamSink
+from pagedcli.batch.run import PrefixWindow
 from pagedcli.errors import PagedcliError
-from pagedcli.sampling_params import SamplingParams
 
 PROMPTS = ["Once upon a time", "The fox lives", "Q: What does the bear eat?\nA:", "Hello", "Lily and Ben"]
 
@@ -75,16 +72,11 @@ def test_a_bad_line_is_an_error_row_and_its_neighbours_are_served(harness):
     assert result.stats.error_codes == {"invalid_json": 1, "invalid_parameter": 1}
 
 
-def test_an_empty_input_gives_no_rows(harness):
-    result, rows = harness.run([b"", b"  "])
-    assert rows == []
-    assert result.outcome == "complete"
-
-
 @pytest.mark.parametrize(
     ("line", "code"),
     [
         (plain([]), "empty_prompt"),
+        (plain(""), "empty_prompt"),
         (plain([10**6]), "invalid_token_id"),
         (plain([-1]), "invalid_token_id"),
         (plain([5] * 5000), "context_length_exceeded"),
@@ -99,16 +91,6 @@ def test_what_the_engine_cannot_serve_is_an_error_row(harness, line, code):
     bad, good = harness.rows([line, plain("Hello")])
     assert bad["error"]["code"] == code
     assert good["error"] is None
-
-
-def test_an_empty_text_prompt_is_an_error_row_unless_the_tokenizer_adds_tokens(harness):
-    (row,) = harness.rows([plain("")])
-    assert row["error"]["code"] == "empty_prompt"
-
-
-def test_a_second_line_with_the_same_id_is_an_error_row(harness):
-    rows = harness.rows([plain("a", id="x"), plain("b", id="x"), plain("c", id=1), plain("d", id="1"), plain("e")])
-    assert [row["error"] and row["error"]["code"] for row in rows] == [None, "duplicate_id", None, None, None]
 
 
 # ---------------------------------------------------------------------- the same tokens
@@ -135,31 +117,7 @@ def test_seeds_belong_to_rows_not_to_their_order_of_arrival(harness):
     assert harness.rows(lines, limit=3) == rows[:3]
 
 
-def test_a_seed_in_the_line_fixes_its_draws(harness):
-    lines = [plain("Once upon a time", temperature=1.0, seed=7) for _ in range(3)]
-    assert len({row["text"] for row in harness.rows(lines)}) == 1
-
-
-@pytest.mark.bits
-def test_shards_give_together_what_one_run_gives(harness):
-    lines = [plain(prompt, temperature=1.0) for prompt in PROMPTS]
-    shards = []
-    for place in range(2):
-        stream = io.BytesIO()
-        harness.run(lines, sink=StreamSink(stream, order="input", first_index=place, step=2), shard=(place, 2))
-        shards.append([json.loads(row) for row in stream.getvalue().splitlines()])
-    assert [len(shard) for shard in shards] == [3, 2]
-    merged = sorted((row for shard in shards for row in shard), key=lambda row: row["index"])
-    merged = [without_run_dependent_fields(row) for row in merged]
-    assert merged == harness.rows(lines)
-
-
 # ---------------------------------------------------------------------- sampling per line
-
-
-def test_lines_override_the_defaults_one_by_one(harness):
-    rows = harness.rows([plain("a", max_tokens=n) for n in (1, 2, 3)] + [plain("a")])
-    assert [row["usage"]["completion_tokens"] for row in rows] == [1, 2, 3, 8]
 
 
 def test_a_stop_string_cuts_the_text(harness):
@@ -172,38 +130,6 @@ def test_a_stop_string_cuts_the_text(harness):
     assert cut["text"] == text[: text.index(stop)]
     assert kept["text"] == cut["text"] + stop
     assert cut["finish_reason"] == "stop"
-
-
-def test_a_stop_token_and_ignore_eos(harness):
-    token_ids = harness.rows([plain("Once upon a time")], output_token_ids=True)[0]["token_ids"]
-    (row,) = harness.rows([plain("Once upon a time", stop_token_ids=[token_ids[2]])], output_token_ids=True)
-    assert row["token_ids"] == token_ids[: token_ids.index(token_ids[2]) + 1]
-    eos = harness.engine.spec.eos_token_ids
-    (row,) = harness.rows(
-        [plain("The fox", ignore_eos=True, max_tokens=60, skip_special_tokens=False)], output_token_ids=True
-    )
-    assert len(row["token_ids"]) == 60
-    (row,) = harness.rows([plain("The fox", max_tokens=60)], output_token_ids=True)
-    assert (row["finish_reason"] == "stop") == (row["token_ids"][-1] in eos)
-
-
-def test_n_samples_of_one_prompt_share_its_blocks_and_differ(harness):
-    before = harness.engine.stats.num_prompt_tokens
-    (row,) = harness.rows([plain("Once upon a time", n=4, temperature=1.0, max_tokens=12)])
-    assert [sample["index"] for sample in row["outputs"]] == [0, 1, 2, 3]
-    assert len({sample["text"] for sample in row["outputs"]}) > 1
-    assert row["usage"]["completion_tokens"] == sum([12] * 4)
-    assert harness.engine.stats.num_prompt_tokens - before == row["usage"]["prompt_tokens"]
-
-
-def test_the_default_max_tokens_is_lowered_to_what_fits_but_an_explicit_one_is_not(harness):
-    prompt = [5] * 790  # of 800 slots; the last token needs none
-    many = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    lowered, refused = harness.rows([plain(prompt), plain(prompt, max_tokens=64)], defaults=many)
-    assert lowered["usage"]["completion_tokens"] == 11
-    assert refused["error"]["code"] == "kv_cache_exceeded"
-    (by_flag,) = harness.rows([plain(prompt)], defaults=many, max_tokens_given=True)
-    assert by_flag["error"]["code"] == "kv_cache_exceeded"
 
 
 def test_logprobs_of_the_sampled_token_are_in_the_row(harness):
@@ -254,82 +180,37 @@ def test_how_a_chat_ends_is_checked(harness, fields, words):
     assert words in row["error"]["message"]
 
 
-def test_a_cache_salt_keeps_equal_prompts_apart(harness):
-    prompt = "Here is a list of names and codes that nobody has asked for in this file."
-
-    def cached(*salts):
-        bodies = [{"prompt": prompt, "cache_salt": salt} for salt in salts]
-        _, rows = Harness(max_num_seqs=1).run(
-            [openai(body, "/v1/completions", str(place)) for place, body in enumerate(bodies)]
-        )
-        return [row["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for row in rows]
-
-    first, second = cached(None, None)
-    assert first == 0
-    assert second > 0
-    assert cached("a", "b") == [0, 0]
-    assert cached("a", "a") == [0, second]
-
-
 # ---------------------------------------------------------------------- chat and OpenAI
 
 
-def test_a_chat_and_its_rendered_prompt_give_the_same_answer(harness):
-    ids = harness.tokenizer.encode_chat(user("Hello!"))
-    chat, ids_row = harness.rows([{"messages": user("Hello!")}, plain(ids)])
-    assert chat["text"] == ids_row["text"]
-    assert chat["usage"] == ids_row["usage"]
-
-
-def test_a_system_prompt_makes_text_prompts_chats(harness):
-    with_system, written_out = harness.rows(
-        [plain("Hello!"), {"messages": [{"role": "system", "content": "Be kind."}, *user("Hello!")]}],
-        system_prompt="Be kind.",
-    )
-    assert with_system["usage"]["prompt_tokens"] == written_out["usage"]["prompt_tokens"]
-    assert with_system["text"] == written_out["text"]
-
-
-def test_openai_rows_have_openais_fields(harness):
-    _, (chat, completion, error) = harness.run(
-        [
-            openai({"model": "m", "messages": user("Hello!"), "logprobs": True, "top_logprobs": 1, "n": 2}),
-            openai({"model": "m", "prompt": "Once", "logprobs": 1, "max_tokens": 3}, "/v1/completions", "b"),
-            openai({"model": "m", "messages": []}, custom_id="c"),
-        ]
-    )
-    for row in (chat, completion, error):
-        assert list(row) == ["id", "custom_id", "response", "error"]
-    assert chat["response"]["status_code"] == 200
-    assert chat["response"]["body"]["object"] == "chat.completion"
-    assert [choice["message"]["role"] for choice in chat["response"]["body"]["choices"]] == ["assistant"] * 2
-    assert completion["response"]["body"]["object"] == "text_completion"
-    assert "cached_tokens" in completion["response"]["body"]["usage"]["prompt_tokens_details"]
-    assert error["response"] is None
-    assert error["error"]["code"] == "invalid_messages"
-    assert error["error"]["line"] == 3
-    assert error["custom_id"] == "c"
+def test_an_openai_row_with_an_error_has_openais_fields(harness):
+    _, (chat, error) = harness.run([openai({"messages": user("Hi")}), openai({"messages": []}, custom_id="c")])
+    assert list(chat) == list(error) == ["id", "custom_id", "response", "error"]
+    assert (chat["response"]["status_code"], error["response"]) == (200, None)
+    assert (error["error"]["code"], error["error"]["line"], error["custom_id"]) == ("invalid_messages", 2, "c")
 
 
 # ---------------------------------------------------------------------- stopping
 
 
-def test_a_run_takes_only_as_many_lines_as_the_engine_needs(harness):
+@pytest.mark.parametrize(("reorder", "most"), [("none", 2 * 4), ("prefix", 10 + 10 + 2 * 4)])
+def test_a_run_takes_only_as_many_lines_as_the_engine_or_a_window_needs(harness, monkeypatch, reorder, most):
+    monkeypatch.setattr("pagedcli.batch.run.PrefixWindow", lambda: PrefixWindow(max_rows=10))
     num_taken = most_ahead = 0
 
     def lines():
         nonlocal num_taken
-        for index in range(1000):
+        for index in range(300):
             num_taken += 1
-            yield Line(index, index + 1, msgspec.json.encode(plain([5, 6], max_tokens=2)), 0)
+            yield Line(index, index + 1, msgspec.json.encode(plain([5, 6 + index], max_tokens=2)), 0)
 
     def observe(stats):
         nonlocal most_ahead
         most_ahead = max(most_ahead, num_taken - stats.num_done)
 
-    result, rows = harness.run(lines(), run={"observe": observe})
-    assert len(rows) == result.stats.num_done == 1000
-    assert 0 < most_ahead <= 2 * harness.engine.limits.max_num_seqs
+    result, rows = harness.run(lines(), reorder=reorder, run={"observe": observe})
+    assert len(rows) == result.stats.num_done == 300
+    assert 0 < most_ahead <= most
 
 
 def test_a_stop_request_ends_the_run_after_the_step_with_its_rows(harness):
@@ -356,17 +237,6 @@ def test_the_garbage_collector_looks_only_through_what_a_run_has_made(harness):
     harness.run([plain([5, 6])], run={"observe": observe})
     assert min(frozen) > 10_000
     assert gc.get_freeze_count() == 0
-
-
-def test_max_errors_stops_a_run_of_bad_lines(harness):
-    result, rows = harness.run([b"bad"] * 100, max_errors=3)
-    assert result.outcome == "too_many_errors"
-    assert len(rows) == 3
-
-
-def test_ignored_fields_are_counted_for_a_note(harness):
-    result, _ = harness.run([plain("a", colour=1), plain("b", colour=2)])
-    assert result.ignored == {"colour": 2}
 
 
 def test_rows_of_a_slow_source_do_not_wait_for_its_next_line(harness):
@@ -420,23 +290,7 @@ def mutated_lines(rng, count):
             openai({"prompt": "Hi", "max_tokens": 1}, "/v1/completions", "NUMBER"),
         )
     ]
-    pieces = [
-        b'"',
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b",",
-        b":",
-        b"null",
-        b"1e9",
-        b"-1",
-        b"\\u0000",
-        b"\xff",
-        b"\xc3",
-        b"true",
-        b"\r",
-    ]
+    pieces = [*b'" { } [ ] , : null 1e9 -1 \\u0000 true'.split(), b"\xff", b"\xc3", b"\r"]
     for number in range(count):
         line = bytearray(rng.choice(good).replace(b"NUMBER", b"%d" % number))
         for _ in range(rng.randint(0, 3)):

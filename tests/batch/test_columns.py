@@ -39,11 +39,6 @@ def test_a_field_holds_the_prompt_as_text_turns_messages_or_token_ids(harness, v
     assert found["usage"]["completion_tokens"] == 3, "the line's own parameters count"
 
 
-def test_a_line_without_the_field_is_an_error_row_with_its_id(harness):
-    (row,) = harness.rows([{"prompt": PROMPT, "qid": 7}], columns=Columns(prompt="question", id="qid"))
-    assert (row["id"], row["error"]["message"]) == (7, "no field 'question'")
-
-
 def test_the_id_field_replaces_id_and_must_be_unique(harness):
     rows = harness.rows(
         [{"prompt": "a", "id": 1, "key": "x"}, {"prompt": "b", "id": 2, "key": "x"}], columns=Columns(id="key")
@@ -77,11 +72,6 @@ def test_copied_columns_are_in_every_row_also_in_error_rows_and_null_where_absen
     assert rows[2]["error"] is not None
     plain = harness.rows(LINES)
     assert [{name: row[name] for name in plain[0]} for row in rows] == plain, "nothing else changes"
-
-
-def test_all_copies_every_column_but_the_id(harness):
-    first, *_ = harness.rows(LINES, columns=Columns(keep_all=True))
-    assert {name: first[name] for name in LINES[0]} == LINES[0]
 
 
 def test_a_copied_column_is_no_unknown_field(harness):
@@ -160,13 +150,6 @@ def test_a_table_has_the_index_of_every_row_in_either_order(tmp_path):
     assert pq.read_table(tmp_path / "out.parquet")["index"].to_pylist() == [0, 1, 2, 3]
 
 
-def test_a_resumed_run_must_have_the_same_columns(tmp_path):
-    prompts = written(tmp_path / "in.jsonl", LINES[:2])
-    run = ("generate", prompts, "-o", tmp_path / "out.jsonl", *FAST)
-    pagedcli(*run, "--keep", "label")
-    assert "keep: label -> meta" in pagedcli(*run, "--keep", "meta", "--resume", expect=2).stderr
-
-
 # ---------------------------------------------------------------------- Parquet
 
 
@@ -226,13 +209,6 @@ def test_equal_prompts_of_one_line_draw_different_samples_and_the_same_ones_agai
     (row,) = harness.rows([line])
     assert len({sample["text"] for sample in row["outputs"]}) > 1
     assert harness.rows([line]) == [row]
-
-
-@pytest.mark.long
-def test_plan_counts_every_prompt_of_a_line(tmp_path):
-    several = [{"prompt": [[5] * 20, [5] * 20 + [6]]}, {"prompt": [[7], [10**6]]}]
-    plan = json.loads(pagedcli("plan", written(tmp_path / "a", several), "--format", "json", expect=3).stdout)
-    assert (plan["num_rows"], plan["num_bad_rows"], plan["num_prompt_tokens"]) == (2, 1, 41)
 
 
 def test_one_prompt_that_cannot_be_served_fails_its_line_alone(harness):

@@ -34,6 +34,9 @@ LINES = [
 ]
 
 
+PLAIN = {"index": 0, "id": None, "text": "5", "finish_reason": "stop", "usage": {"prompt_tokens": 1}, "error": None}
+
+
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """A folder with an input and its output."""
@@ -53,26 +56,6 @@ def verify(a, b, *flags, expect):
 
 
 # ---------------------------------------------------------------------- equal runs
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--max-num-seqs", "1"),
-        ("--chunked-prefill-size", "3"),
-        ("--no-enable-prefix-caching",),
-        ("--num-kvcache-blocks", "6"),
-        ("--block-size", "4"),
-        ("--max-num-batched-tokens", "5"),
-        ("--order", "completion"),
-    ],
-    ids=lambda flags: flags[0],
-)
-def test_alone_chunked_cold_preempted_or_in_another_order_rows_are_the_same_bits(outputs, tmp_path, flags):
-    pagedcli("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, *flags, expect=3)
-    found = verify(outputs / "out.jsonl", tmp_path / "b.jsonl", expect=0)
-    assert (found["num_rows"], found["num_equal"], found["num_compared_with_logprobs"]) == (6, 6, 5)
 
 
 @pytest.mark.bits
@@ -199,13 +182,16 @@ def test_without_token_ids_texts_are_compared_and_the_command_says_so(tmp_path):
         ("5\n", "Expected `object`, got `int`"),
         ('{"id": 1}\n', "the field 'error' is missing"),
         ('{"id": 1, "error": null, "finish_reason": "stop"}\n', "the field 'usage' is missing"),
+        (json.dumps(PLAIN | {"text": 5}), "$.samples[0].text"),
+        (json.dumps(PLAIN | {"token_ids": [2**63]}), "$.samples[0].token_ids"),
     ],
 )
 def test_what_is_no_output_is_refused_with_the_line_and_the_reason(outputs, tmp_path, content, why):
     (tmp_path / "b.jsonl").write_text((outputs / "out.jsonl").read_text() + content)
     said = " ".join(pagedcli("verify", outputs / "out.jsonl", tmp_path / "b.jsonl", expect=2).stderr.split())
     assert "line 7 of" in said
-    assert f"is not a row of an output: {why}" in said
+    assert "is not a row of an output: " in said
+    assert why in said
 
 
 def places(value, path=()):
@@ -220,13 +206,8 @@ def places(value, path=()):
 @pytest.mark.parametrize("other", [5, "x", None, [], {"a": 5}])
 def test_any_value_of_another_kind_is_compared_or_refused_by_its_line(tmp_path, other):
     """Each value of a row with everything, one at a time, on either side."""
-    token = {
-        "token": "a",
-        "logprob": -1.5,
-        "bytes": [97],
-        "token_id": 1,
-        "top_logprobs": [{"token": "b", "logprob": -2.5, "bytes": [98], "token_id": 2}],
-    }
+    top = {"token": "b", "logprob": -2.5, "bytes": [98], "token_id": 2}
+    token = {"token": "a", "logprob": -1.5, "bytes": [97], "token_id": 1, "top_logprobs": [top]}
     completion = {"text_offset": [0], "token_logprobs": [-1.5], "tokens": ["a"], "top_logprobs": [{"a": -1.5}]}
     sample = {"text": "a", "reasoning_content": "b", "finish_reason": "stop", "stop_reason": None, "token_ids": [5]}
     sample |= {"logprobs": [token], "prompt_logprobs": [None, token], "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -262,22 +243,8 @@ def test_any_value_of_another_kind_is_compared_or_refused_by_its_line(tmp_path, 
                         compare(b, a)
                         for x, y in zip(a.samples, b.samples, strict=False):
                             logits.add(*((z.prompt_token_ids, [v for v, _ in z.prompt_logprobs]) for z in (x, y)))
-                        if (
-                            a.scores is not None
-                            and b.scores is not None
-                            and len(a.scores.scores) == len(b.scores.scores)
-                        ):
+                        if None not in (a.scores, b.scores) and len(a.scores.scores) == len(b.scores.scores):
                             scores.add(a.scores, b.scores)
-
-
-@pytest.mark.parametrize(("field", "value"), [("text", 5), ("token_ids", [-1]), ("token_ids", [2**63])])
-def test_a_row_with_a_number_in_the_wrong_place_is_refused_by_its_line(tmp_path, field, value):
-    row = {"index": 0, "id": None, "text": "5", "finish_reason": "stop", "usage": {"prompt_tokens": 1}, "error": None}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row | {field: value}) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
-    said = pagedcli("verify", tmp_path / "b.jsonl", tmp_path / "a.jsonl", expect=2).stderr
-    assert "line 1 of" in said
-    assert f"$.samples[0].{field}" in said
 
 
 def test_what_is_no_file_of_rows_is_refused(outputs, tmp_path):
@@ -293,8 +260,7 @@ def test_every_row_gets_its_partner_or_none_whatever_the_order():
 
 
 def test_rows_without_ids_match_by_their_index(tmp_path):
-    rows = [{"index": i, "id": None, "text": str(i), "finish_reason": "stop", "error": None} for i in range(3)]
-    rows = [row | {"usage": {"prompt_tokens": 1}} for row in rows]
+    rows = [PLAIN | {"index": i, "text": str(i)} for i in range(3)]
     a, b = write(tmp_path / "a", rows), write(tmp_path / "b", rows[::-1])
     assert [compare(*pair) for pair in pairs(read_rows(a), read_rows(b))] == [None] * 3
 
@@ -350,15 +316,7 @@ def prompt_row(id_, positions):
         | {"top_logprobs": [token(*pair) for pair in sorted(each.items(), key=lambda pair: -pair[1])[:2]]}
         for each in positions
     ]
-    row = {
-        "index": 0,
-        "id": id_,
-        "text": "5",
-        "finish_reason": "stop",
-        "error": None,
-        "prompt_logprobs": [None, *found],
-    }
-    return row | {"usage": {"prompt_tokens": len(found) + 1}}
+    return PLAIN | {"id": id_, "prompt_logprobs": [None, *found], "usage": {"prompt_tokens": len(found) + 1}}
 
 
 def compared_logits(tmp_path, a, b):

@@ -10,7 +10,7 @@ from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.stats import BatchStats
 from pagedcli.planning.step_time import StepTime
 from pagedcli.simulation.requests import Request
-from pagedcli.simulation.run import Schedule, SimulatedCore, VirtualClock
+from pagedcli.simulation.run import SimulatedCore
 
 MACHINE = StepTime(
     prompts=((1, 0.02), (256, 0.5)), decodes=((1, 0.02), (16, 0.08)), attended_s=1e-6, read_s=0.0,
@@ -77,12 +77,3 @@ def test_rows_that_end_by_themselves_are_expected_to():
 def test_a_short_run_predicts_nothing():
     found, took = run(requests(2), at=0.5)
     assert found < took < 5.0
-
-
-def test_without_the_number_of_rows_the_end_is_unknown():
-    core = SimulatedCore(scripted_plan(600, 16), None, step_time=MACHINE)
-    end, stats = EndTime(core), BatchStats(facts=core.stats, elapsed_s=10.0)
-    end.update(stats)
-    assert end.left_s(stats) is None
-    assert isinstance(core.clock, VirtualClock)
-    assert Schedule().step_time is None

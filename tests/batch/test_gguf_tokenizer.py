@@ -6,12 +6,11 @@ import random
 import pytest
 from conftest import shared_data
 from harness.engine import original
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Original
 
 from pagedcli import files
 from pagedcli.batch import gguf_tokenizer
-from pagedcli.batch.gguf_tokenizer import SPLITTINGS
 from pagedcli.batch.reasoning import find_format
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.batch.tool_calls import find_tool_format
@@ -105,20 +104,6 @@ def test_special_tokens_and_the_chat_template_come_from_the_file(qwen2):
     assert ours.all_token_bytes(151650)[-1] == b""
 
 
-def test_kimis_words_have_no_chinese_characters_among_others():
-    split = pre_tokenizers.Split(Regex(SPLITTINGS["kimi-k2"].pattern), "isolated")
-    words = ["Hello", "世界", "DON'T", " ", "123", "45", " été", "!!\n", " ", " x", "語", "\t"]
-    assert [word for word, _ in split.pre_tokenize_str("".join(words))] == words
-
-
-def test_deepseeks_numbers_and_han_and_kana_are_split_off_first():
-    splitting = SPLITTINGS["deepseek-v3"]
-    patterns = (*splitting.before, splitting.pattern)
-    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in patterns])
-    words = ["Hello", "世界カナ", "don", "'t", " x", "123", "45", " été", " !!\n", "(a", ")", " ", " y한글"]
-    assert [word for word, _ in split.pre_tokenize_str("".join(words))] == words
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -128,6 +113,9 @@ def test_deepseeks_numbers_and_han_and_kana_are_split_off_first():
                             " don", "'", " ", " ", "ნ", "∑", "+", "1", "  "]),
         ("seed-coder", ["Hello", " world", "!!", " (", "x", ")", " ", "1", "2", " été", "?DON", "'T", "\n\n", " ",
                         " x", " ∑+", "\n"]),
+        ("kimi-k2", ["Hello", "世界", "DON'T", " ", "123", "45", " été", "!!\n", " ", " x", "語", "\t"]),
+        ("deepseek-v3", ["Hello", "世界カナ", "don", "'t", " x", "123", "45", " été", " !!\n", "(a", ")",
+                         " ", " y한글"]),
         ("exaone4", ["Hello", " world", "!!", " (", "x", ")", " 12", " été", " don", "'t", " ", " y", "\n"]),
     ],
 )  # fmt: skip
@@ -164,22 +152,36 @@ def sentence_pieces(folder, texts):
     return vocab, merges
 
 
-def test_sentence_piece_ids_equal_those_of_the_original(tmp_path):
+def fields_of_pieces(vocab, merges, added=()):
+    """The fields of a file with these pieces, whose scores give the merges."""
+    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+    tokens = [*sorted(vocab, key=vocab.get), *added]
+    return {
+        "ggml__model": "llama",
+        "ggml__tokens": tokens,
+        "ggml__scores": [-float(ranks.get(token, len(ranks))) for token in tokens],
+        "ggml__token_type": [2, 3, 3] + [6] * 256 + [1] * (len(vocab) - 259) + [3, *[4] * len(added)][: len(added)],
+        "ggml__bos_token_id": 1,
+        "ggml__eos_token_id": 2,
+    }
+
+
+@pytest.mark.parametrize("is_gemma_4", [False, True])
+def test_sentence_piece_ids_equal_those_of_the_original(tmp_path, is_gemma_4):
+    """The merges of Gemma 4 are listed, and nothing is put before a text."""
     texts = prompts()
     vocab, merges = sentence_pieces(tmp_path, texts[:200])
-    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
-    tokens = sorted(vocab, key=vocab.get)
-    path = write(
-        tmp_path / "model.gguf",
-        ggml__model="llama",
-        ggml__tokens=tokens,
-        ggml__scores=[-float(ranks.get(token, len(ranks))) for token in tokens],
-        ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
-        ggml__bos_token_id=1,
-        ggml__eos_token_id=2,
-    )
-    original, ours = Tokenizer(tmp_path), Tokenizer(path)
-    for text in [*texts, *random_texts(3000), "<s>a</s> b", "  two  spaces"]:
+    fields = fields_of_pieces(vocab, merges)
+    if is_gemma_4:
+        content = json.loads((tmp_path / "tokenizer.json").read_text())
+        content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+        content["decoder"]["decoders"].pop()
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        del fields["ggml__scores"]
+        fields |= {"ggml__model": "gemma4", "ggml__merges": [" ".join(pair) for pair in merges]}
+        fields["ggml__add_space_prefix"] = False
+    original, ours = Tokenizer(tmp_path), Tokenizer(write(tmp_path / "model.gguf", **fields))
+    for text in [*texts, *random_texts(2000), "<s>a</s> b", "  two  spaces", "a\n\n\nb\tc"]:
         ids = ours.encode(text)
         assert ids == original.encode(text), text
         assert ours.decode(ids) == original.decode(ids)
@@ -193,14 +195,18 @@ def pieces(tmp_path, monkeypatch):
     return write(tmp_path / "model.gguf", **pieces_fields())
 
 
+def said(tokenizer):
+    return original(tokenizer).backend_tokenizer.to_str()
+
+
 def test_merges_are_found_once_and_kept_for_later_starts(pieces, monkeypatch):
     first = Tokenizer(pieces)
     with monkeypatch.context() as patched:
         patched.setattr(gguf_tokenizer, "_found_merges", None)
         kept = Tokenizer(pieces)
-    assert kept._backend.to_str() == first._backend.to_str()
+    assert said(kept) == said(first)
     other = write(pieces.with_name("other.gguf"), **pieces_fields() | {"ggml__scores": list(map(float, range(266)))})
-    assert Tokenizer(other)._backend.to_str() != first._backend.to_str()
+    assert said(Tokenizer(other)) != said(first)
 
 
 @pytest.mark.parametrize("fault", ["damaged", "others can write", "no folder"])
@@ -217,7 +223,7 @@ def test_kept_merges_that_cannot_be_trusted_are_found_again(pieces, fault):
         file.unlink()
         folder.rmdir()
         folder.write_text("")
-    assert Tokenizer(pieces)._backend.to_str() == first._backend.to_str()
+    assert said(Tokenizer(pieces)) == said(first)
 
 
 def test_merges_with_equal_scores_are_in_the_order_of_ids():
@@ -241,23 +247,12 @@ PHI3 = [("phi3", None), ("llama", "Phi 3 Mini 4k Instruct"), ("llama", "unsloth-
 @pytest.mark.parametrize(("architecture", "model"), PHI3)
 def test_added_tokens_are_found_anywhere_and_phi_3s_take_the_space_after_them(tmp_path, architecture, model):
     vocab, merges = sentence_pieces(tmp_path, prompts()[:100])
-    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
-    tokens = [*sorted(vocab, key=vocab.get), *ADDED]
     takes_space = (architecture, model) != ("llama", None)
     original = Original.from_file(str(tmp_path / "tokenizer.json"))
     for i, token in enumerate(ADDED):
         added = AddedToken(token, special=i == 0, normalized=False, rstrip=takes_space)
         original.add_special_tokens([added]) if i == 0 else original.add_tokens([added])
-    path = write(
-        tmp_path / "model.gguf",
-        architecture=architecture,
-        model=model,
-        ggml__model="llama",
-        ggml__tokens=tokens,
-        ggml__scores=[-float(ranks.get(token, len(ranks))) for token in tokens],
-        ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * (len(vocab) - 259) + [3] + [4] * (len(ADDED) - 1),
-        ggml__bos_token_id=1,
-    )
+    path = write(tmp_path / "model.gguf", architecture, model, **fields_of_pieces(vocab, merges, ADDED))
     ours, choose = Tokenizer(path), random.Random(4)
     pieces = [*ADDED, " ", "\n", "\t", "a", "hello", " world", "<s>", "▁"]
     for _ in range(500):
@@ -265,31 +260,6 @@ def test_added_tokens_are_found_anywhere_and_phi_3s_take_the_space_after_them(tm
         if not takes_space or "<s>" not in text:
             assert ours.encode(text) == original.encode(text).ids, text
     assert ours.encode("<s> a")[1:] == ours.encode("<s>" + " a")[1:] != ours.encode("<s>a")[1:]
-
-
-def test_ids_of_gemma_4_equal_those_of_the_original(tmp_path):
-    """Its merges are listed, and nothing is put before a text."""
-    texts = prompts()
-    vocab, merges = sentence_pieces(tmp_path, texts[:200])
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    content["decoder"]["decoders"].pop()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    path = write(
-        tmp_path / "model.gguf",
-        ggml__model="gemma4",
-        ggml__tokens=sorted(vocab, key=vocab.get),
-        ggml__merges=[f"{left} {right}" for left, right in merges],
-        ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * (len(vocab) - 259),
-        ggml__bos_token_id=1,
-        ggml__eos_token_id=2,
-        ggml__add_space_prefix=False,
-    )
-    original, ours = Tokenizer(tmp_path), Tokenizer(path)
-    for text in [*texts, *random_texts(1000), "<s>a</s> b", "  two  spaces", "a\n\n\nb\tc"]:
-        ids = ours.encode(text)
-        assert ids == original.encode(text), text
-        assert ours.decode(ids) == original.decode(ids)
 
 
 @pytest.mark.parametrize(

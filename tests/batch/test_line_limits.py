@@ -8,14 +8,12 @@ import pytest
 from effort import Effort
 from harness.engine import Harness
 
-from pagedcli.answers.divergence import divergences
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import MAX_LINE_BYTES, skip_line
 from pagedcli.batch.parquet import ParquetSource
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import ModelError, PagedcliError, RequestError, UsageError
 from pagedcli.models.hub import resolve_model
-from pagedcli.planning.prompt_sample import PromptSample
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -66,11 +64,6 @@ def test_grammars_within_the_limits_compile(harness):
     assert [row["error"] for row in rows] == [None, None]
 
 
-def test_a_prompt_a_little_too_long_is_refused_with_its_length(harness):
-    _, rows = harness.run([{"prompt": "word " * 3000, "max_tokens": 1}])
-    assert "prompt tokens and 1 to generate are over the model length of" in rows[0]["error"]["message"]
-
-
 @pytest.mark.slow_cases("words")
 @pytest.mark.parametrize("text", ["a b " * 30_000, "🦊" * 9_000, " " * 40_000], ids=["words", "emoji", "spaces"])
 def test_a_long_text_within_the_limit_is_tokenized_as_ever(harness, text):
@@ -86,18 +79,6 @@ def test_a_chat_template_that_explodes_is_refused(harness, monkeypatch):
         monkeypatch.setattr("pagedcli.batch.chat_template._MAX_RENDER_S", limit_s)
         with pytest.raises(UsageError, match=what):
             Tokenizer(harness.engine.model_path, chat_template=template)
-
-
-@pytest.mark.long
-def test_a_template_that_makes_millions_of_characters_is_not_tokenized_in_whole(harness, monkeypatch):
-    tokenizer = Tokenizer(harness.engine.model_path, chat_template="{{ 'word ' * 2**20 }}")
-    lengths, encode = [], tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: lengths.append(len(text)) or encode(text, **more))
-    drawn = PromptSample()
-    for place in range(2):
-        drawn.add([place, *range(100)])
-    divergences(drawn, 16, tokenizer)
-    assert max(lengths) < 2**20
 
 
 def test_a_chat_template_that_is_none_is_refused(tmp_path):

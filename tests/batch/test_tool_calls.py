@@ -148,19 +148,8 @@ def test_what_is_no_call_stays_as_text_with_the_reason(tokenizer_with, tokens, o
 
 
 VALUES = [
-    *(
-        "",
-        " ",
-        "Paris",
-        "a 'b' \"c\"",
-        "back\\slash \\n",
-        "two\nlines",
-        "\n\nends\n",
-        "\ttab",
-        "café 世界 🙂",
-        "5",
-        "true",
-    ),
+    *("", " ", "Paris", "a 'b' \"c\"", "back\\slash \\n", "two\nlines", "\n\nends\n", "\ttab", "café 世界 🙂"),
+    *("5", "true"),
     *("null", "None", '{"a": 1}', "[1]", "it's; {", "a:b,c", "</tool_call>", "x <tool_call> y </tool_call> z"),
     *("it ends </tool_call>\n</tool_call>", "<tool_call|>", "[TOOL_CALLS]f[ARGS]{}", "[ARGS]", "<|python_tag|>"),
     *("</parameter>", "a</arg_value>b", "</function>", "<think>", 0, -5, 12345678901234567890, 1.5, -2e-07, 1e30, True),
@@ -393,25 +382,6 @@ def test_rows_of_a_model_that_calls(arguments):
     assert again[1]["tool_calls"] == [PARIS]
 
 
-def test_unparsed_rows_are_those_of_before(arguments, tmp_path):
-    unparsed = with_keys(tmp_path, run__parse_tool_calls=False)
-    rows = rows_of(pagedcli(*arguments, *unparsed, "--output-token-ids").stdout)
-    parsed = rows_of(pagedcli(*arguments, "--output-token-ids").stdout)
-    whole = f"<tool_call>{JSON}</tool_call>"
-    for row, other in zip(rows, parsed, strict=True):
-        if "response" in row:
-            choices, others = row["response"]["body"]["choices"], other["response"]["body"]["choices"]
-            assert [each["message"] for each in choices] == [
-                {"role": "assistant", "content": whole, "refusal": None} for _ in choices
-            ]
-            row, other = choices[0], others[0]
-        else:
-            assert whole.startswith(row["text"])
-            assert "tool_calls" not in row
-        assert row["token_ids"] == other["token_ids"]
-        assert row["finish_reason"] in ("stop", "length")
-
-
 def test_tables_have_a_column_for_calls_only_if_a_row_has_them(arguments, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     for name in ("out.csv", "out.parquet"):
@@ -462,40 +432,6 @@ def test_rows_with_other_tools_are_not_equal(arguments, caller, tmp_path):
     assert "1 row with the answers of an equal one" in said
 
 
-PIECES = [
-    "{",
-    "}",
-    '"name"',
-    '"f"',
-    ":",
-    ",",
-    "[",
-    "]",
-    "call:",
-    "f(",
-    "a=1)",
-    "<function=f>",
-    "</function>",
-    "Hi ",
-    "\n",
-    ";",
-]
-
-
-@pytest.mark.parametrize("tokens", [TAGS, GLM, GEMMA, MISTRAL, LLAMA, HARMONY])
-def test_any_tokens_give_a_row_without_the_marks_in_its_text(tokenizer_with, tokens):
-    tokenizer, choose = tokenizer_with(tokens, False), random.Random(3)
-    for _ in range(300):
-        output = "".join(choose.choices([*tokens, *tokens, JSON, *PIECES], k=choose.randrange(12)))
-        row = row_of(tokenizer, "Hi\n<|start|>assistant", output, tools=TOOLS)
-        assert row["error"] is None
-        if tokens in (TAGS, GEMMA):
-            assert tokens[0] not in row["text"], output
-        for call in row.get("tool_calls", ()):
-            assert set(call) in ({"name", "arguments"}, {"text", "error"})
-            assert isinstance(call.get("arguments", {}), dict)
-
-
 def mutated(text, others, choose):
     """A text cut short, with a piece twice, out or replaced by one of another text, or wholly within another."""
     start, end = sorted(choose.randrange(len(text) + 1) for _ in range(2))
@@ -513,6 +449,7 @@ def test_300_mutated_calls_give_rows(tokenizer_with):
         for _ in range(choose.randint(1, 3)):
             output = mutated(output, others, choose) or output
         row = row_of(tokenizer_with(tokens, choose.random() < 0.5), "Hi\n<|start|>assistant", output, tools=TOOLS)
+        assert tokens not in (TAGS, GEMMA) or tokens[0] not in row["text"], output
         for call in row.get("tool_calls", ()):
             assert set(call) in ({"name", "arguments"}, {"text", "error"}), output
             assert isinstance(call.get("arguments", {}), dict), output

@@ -5,7 +5,6 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -106,12 +105,6 @@ def test_show_config_as_yaml_is_a_configuration_file(tmp_path):
     path = tmp_path / "shown.yaml"
     path.write_text(run("generate", "--show-config", "--format", "yaml", "--block-size", "4", "--top-p", "0.5").stdout)
     assert load_config(path).config == load_config(None, {"engine.block_size": 4, "sampling.top_p": 0.5}).config
-
-
-def test_show_config_as_json():
-    document = json.loads(run("generate", "--show-config", "--format", "json", "--seed", "3").stdout)
-    assert msgspec.convert(document["config"], Config).engine.seed == 3
-    assert document["sources"] == {"engine.seed": "--seed"}
 
 
 @pytest.mark.parametrize("name", ["prompts", "chat", "openai_batch"])

@@ -10,7 +10,6 @@ from cli_harness import pagedcli
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.session import parse_shard
-from pagedcli.cli.summary import resume_command
 from pagedcli.core.facts import RunFacts
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text
@@ -21,23 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def some_stats():
-    return BatchStats(
-        num_rows=1000,
-        num_done=300,
-        num_failed=2,
-        num_resumed=100,
-        num_resumed_failed=1,
-        facts=RunFacts(
-            num_prompt_tokens=5000,
-            num_cached_tokens=1250,
-            num_computed_tokens=12_750,
-            num_generated_tokens=9000,
-            num_preemptions=7,
-            num_used_blocks=30,
-            num_blocks=40,
-        ),
-        elapsed_s=30.0,
-    )
+    facts = RunFacts(
+        num_prompt_tokens=5000, num_cached_tokens=1250, num_computed_tokens=12_750, num_generated_tokens=9000,
+        num_preemptions=7, num_used_blocks=30, num_blocks=40,
+    )  # fmt: skip
+    rows = {"num_rows": 1000, "num_done": 300, "num_failed": 2, "num_resumed": 100, "num_resumed_failed": 1}
+    return BatchStats(**rows, facts=facts, elapsed_s=30.0)
 
 
 def test_rows_and_time_left_count_what_the_journal_had():
@@ -129,13 +117,6 @@ def test_a_page_explains_every_label_of_the_summary(tmp_path):
     assert {"TTFT", "TPOT", "prefixes", "waste"} <= labels
     shown = (ROOT / "docs" / "look-inside.md").read_text(encoding="utf-8")
     assert {label for label in labels if label not in shown} == set()
-
-
-def test_the_resume_command_can_be_pasted():
-    assert resume_command(["generate", "my file.jsonl", "-o", "o", "--overwrite"]) == (
-        "pagedcli generate 'my file.jsonl' -o o --resume"
-    )
-    assert resume_command(["generate", "a", "--resume"]) == "pagedcli generate a --resume"
 
 
 def test_control_characters_are_shown_as_escapes():

@@ -165,17 +165,9 @@ def test_a_wrong_backend_fails_alone(monkeypatch, backend, words):
 
 def test_graphs_scales_and_notes_of_a_plan_are_told():
     plan = Plan(
-        limits=Limits(),
-        model="m",
-        backend="triton",
-        refused=("cpu: no compiler",),
-        dtype="bfloat16",
-        kv_dtype="float8_e4m3fn",
-        kv_scales=(0.25, 0.5),
-        graph_sizes=(1, 2, 4),
-        no_graphs=None,
-        notes=("slow",),
-    )
+        limits=Limits(), model="m", backend="triton", refused=("cpu: no compiler",), dtype="bfloat16",
+        kv_dtype="float8_e4m3fn", kv_scales=(0.25, 0.5), graph_sizes=(1, 2, 4), notes=("slow",),
+    )  # fmt: skip
     assert [tuple(row.values()) for row in engine_table("here", plan).rows] == [
         ("attention", "triton"),
         ("not used", "cpu: no compiler"),

@@ -63,17 +63,6 @@ def test_other_formats_have_the_same_steps_and_no_file_is_replaced(run):
     assert "kv.steps.jsonl already exists" in said
 
 
-def test_some_steps_only(run, tmp_path):
-    trace = run / "run.jsonl"
-    printed = pagedcli("trace", trace, "--dump-kv", "--steps", "1-3", "--every", "2").stdout
-    assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("── ")] == ["── step 1", "── step 3"]
-    pagedcli("trace", trace, "--dump-kv", tmp_path / "kv.jsonl", "--steps", "1-3", "--every", "2")
-    assert [row["step"] for row in rows_of(tmp_path / "kv.steps.jsonl")] == [1, 3]
-    beyond = pagedcli("trace", trace, "--dump-kv", tmp_path / "none.csv", "--steps", "900-")
-    assert "the run has none of the chosen steps" in beyond.stderr
-    assert (tmp_path / "none.blocks.csv").read_text().startswith("step,block_id,state,ref_count")
-
-
 def test_what_a_resumed_run_adds_is_a_part_of_its_own(run, tmp_path):
     flags = ("-o", tmp_path / "out.jsonl", *FAST, "--dump-kv", tmp_path / "kv.csv")
     pagedcli("generate", run / "in.jsonl", *flags)
@@ -86,9 +75,3 @@ def test_what_a_resumed_run_adds_is_a_part_of_its_own(run, tmp_path):
     (tmp_path / "out.jsonl.run.json").unlink()
     pagedcli("generate", run / "in.jsonl", *flags, "--resume")
     assert (tmp_path / "kv.part2.steps.csv").exists()
-
-
-def test_a_data_file_is_never_another_file_of_the_command(run, tmp_path):
-    flags = (*FAST, "-o", tmp_path / "kv.blocks.jsonl", "--dump-kv", tmp_path / "kv.jsonl")
-    message = pagedcli("generate", run / "in.jsonl", *flags, expect=2).stderr
-    assert "--dump-kv (blocks) and the output are the same file" in " ".join(message.split())

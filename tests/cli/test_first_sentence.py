@@ -15,20 +15,13 @@ def clock_of(number):
     return f"It is {9 + number % 13}:{10 + number % 50}:{10 + number // 650 % 50}. "
 
 
-def clock_chats(path, num=60):
-    rows = [
-        {
-            "id": number,
-            "messages": [
-                {"role": "system", "content": clock_of(number) + LIBRARY},
-                {"role": "user", "content": f"Where is book {number}?"},
-            ],
-            "max_tokens": 4,
-        }
-        for number in range(num)
-    ]
+def clock_chats(path, num):
+    rows = []
+    for number in range(num):
+        texts = {"system": clock_of(number) + LIBRARY, "user": f"Where is book {number}?"}
+        messages = [{"role": role, "content": text} for role, text in texts.items()]
+        rows.append({"id": number, "messages": messages, "max_tokens": 4})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
 
 
 def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge(tmp_path):
@@ -46,11 +39,3 @@ def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge
     story = pagedcli("explain", trace, "--request", "7").stdout
     assert "without a prefix lookup, as prefix caching is off" in story
     assert "divergence" not in story
-
-
-def test_another_block_size_is_named_only_where_it_is_a_cure(tmp_path):
-    path = tmp_path / "short.jsonl"
-    rows = ({"prompt": [*range(10, 20), *[30 + number] * 10], "max_tokens": 2} for number in range(20))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = pagedcli("plan", path, "--no-calibrate").stdout
-    assert "before a block of 16 tokens is full. --block-size 8 raises hits from 0.0 % to " in shown.splitlines()[1]

@@ -1,9 +1,7 @@
 """`pagedcli generate` as a person meets it: messages, exit codes, files, streams."""
 
-import gzip
 import json
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -17,27 +15,6 @@ from pagedcli.models.hub import model_folder
 # ---------------------------------------------------------------------- good runs
 
 
-def test_stdin_and_gzip_give_the_same_rows(prompts, tmp_path):
-    packed, packed_out = tmp_path / "prompts.jsonl.gz", tmp_path / "out.jsonl.gz"
-    packed.write_bytes(gzip.compress(PROMPTS.encode()))
-    from_stdin = rows_of(pagedcli("generate", "-", *FAST, stdin=PROMPTS).stdout)
-    pagedcli("generate", packed, "-o", packed_out, *FAST)
-    assert rows_of(gzip.decompress(packed_out.read_bytes()).decode()) == from_stdin
-    assert from_stdin == rows_of(pagedcli("generate", prompts, *FAST).stdout)
-
-
-def test_flags_reach_the_sampler(prompts):
-    rows = rows_of(pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids").stdout)
-    assert [len(row["outputs"]) for row in rows] == [2, 2, 2]
-    assert all(len(sample["token_ids"]) <= 4 for row in rows for sample in row["outputs"])
-    again = rows_of(pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids").stdout)
-    other = rows_of(
-        pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids", "--seed", 5).stdout
-    )
-    assert again == rows
-    assert other != rows
-
-
 def test_the_summary_counts_the_tokens_of_the_rows(prompts, out, tmp_path):
     summary = tmp_path / "summary.json"
     pagedcli("generate", prompts, "-o", out, *FAST, "--n", 2, "--temperature", 1, "--summary-json", summary)
@@ -45,43 +22,7 @@ def test_the_summary_counts_the_tokens_of_the_rows(prompts, out, tmp_path):
     assert json.loads(summary.read_text())["row_tokens"] == tokens > 0
 
 
-def test_completion_order_has_the_same_rows(prompts):
-    lines = "".join(json.dumps({"prompt": "Hello", "max_tokens": n, "ignore_eos": True}) + "\n" for n in (9, 1, 5))
-    result = pagedcli("generate", "-", *FAST, "--order", "completion", stdin=lines)
-    assert [row["index"] for row in rows_of(result.stdout)] == [1, 2, 0]
-
-
 # ---------------------------------------------------------------------- what goes wrong
-
-
-def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_path):
-    folder = tmp_path / "damaged"
-    shutil.copytree(model_folder(EngineConfig()), folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    result = pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1)
-    assert "error:" in result.stderr
-    assert "model.safetensors" in result.stderr
-    weights.write_bytes(struct.pack("<Q", 2**40))
-    assert "model.safetensors" in pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1).stderr
-    assert not list(out.parent.glob("out*"))
-
-
-def test_resume_without_a_journal_begins(prompts, out):
-    pagedcli("generate", prompts, "-o", out, *FAST, "--resume")
-    assert len(rows_of(out)) == 3
-
-
-def test_resume_with_other_settings_names_the_difference(tmp_path, out):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("no\n" * 5)
-    pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
-    result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", "--temperature", 1, expect=2)
-    assert "other settings; sampling.temperature: 0.0 -> 1.0" in result.stderr
-    bad.write_text("no\n" * 6)
-    result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=2)
-    assert "other settings; input: changed; input rows: 5 -> 6" in result.stderr
-    assert "model:" not in result.stderr.partition("other settings")[2]
 
 
 def test_other_weights_of_the_same_shapes_are_another_model(tmp_path):
@@ -136,11 +77,6 @@ def test_nothing_from_the_input_steers_the_terminal(tmp_path):
 
 
 # ---------------------------------------------------------------------- looking inside
-
-
-def test_stdin_is_read_as_bytes_not_as_text():
-    result = pagedcli("generate", "-", *FAST, stdin=b'{"prompt": "a"}\n{"prompt": "\xff"}\n', expect=3)
-    assert rows_of(result.stdout)[1]["error"]["code"] == "invalid_utf8"
 
 
 @pytest.mark.parametrize(

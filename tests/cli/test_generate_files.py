@@ -70,14 +70,6 @@ def test_no_output_is_written_over_the_input(tmp_path, flag, more):
     assert files_in(tmp_path) == before
 
 
-def test_outputs_of_one_run_are_different_files(prompts, out, tmp_path):
-    for flag, name in (("--summary-json", "out.jsonl"), ("--metrics", "out.jsonl.partial")):
-        assert "same file" in pagedcli("generate", prompts, "-o", out, flag, tmp_path / name, *FAST, expect=2).stderr
-    same = ("--summary-json", tmp_path / "x", "--metrics", tmp_path / "x")
-    assert "same file" in pagedcli("generate", prompts, *same, *FAST, expect=2).stderr
-    assert list(files_in(tmp_path)) == ["prompts.jsonl"]
-
-
 def test_summary_and_metrics_replace_only_what_they_wrote_themselves(prompts, out, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -127,23 +119,7 @@ def test_rows_replace_no_trace_and_no_model_file(prompts, tmp_path):
     assert files_in(tmp_path) == before
 
 
-def test_devices_are_not_replaced(prompts):
-    pagedcli("generate", prompts, "-o", "/dev/null", "--summary-json", "/dev/null", "--metrics", "/dev/null", *FAST)
-    assert os.path.exists("/dev/null")
-    assert not os.path.isfile("/dev/null")
-
-
 # ---------------------------------------------------------------------- what --resume accepts
-
-
-def test_a_finished_run_is_complete_with_its_exit_code(tmp_path, out):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(PROMPTS + "no\n")
-    pagedcli("generate", bad, "-o", out, *FAST, expect=3)
-    before = files_in(tmp_path)
-    said = pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=3).stderr
-    assert "is complete (4 rows, 1 failed): nothing to resume" in said
-    assert files_in(tmp_path) == before
 
 
 @pytest.mark.quick("flags3-input: 3 rows -> 2 rows")

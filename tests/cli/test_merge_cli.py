@@ -1,6 +1,5 @@
 """`pagedcli merge`: shards become the file that one run would have written, or nothing."""
 
-import gzip
 import json
 
 import pytest
@@ -50,11 +49,6 @@ def test_merged_shards_are_what_one_run_writes(made, shards, tmp_path):
     result = pagedcli("merge", shards[2], shards[0], shards[1], "-o", out, expect=3)
     assert "10 rows of 3 shards, input order; 1 failed" in result.stderr
     assert out.read_bytes() == (made[0] / "whole.jsonl").read_bytes()
-
-
-def test_a_compressed_output_holds_the_same_rows(made, shards, tmp_path):
-    pagedcli("merge", *shards, "-o", tmp_path / "out.jsonl.gz", expect=3)
-    assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == (made[0] / "whole.jsonl").read_bytes()
 
 
 def test_a_shard_without_its_record_says_how_to_get_one(shards, tmp_path):

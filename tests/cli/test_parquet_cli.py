@@ -55,19 +55,15 @@ def expected(rows):
     return [without_nulls({name: row[name] for name in row if name != "index"}) for row in cells]
 
 
-def test_a_table_gets_the_answers_of_the_same_rows_as_jsonl(table, jsonl_rows, tmp_path):
-    pagedcli("generate", table, "-o", tmp_path / "out.parquet", *FAST, expect=3)
-    assert answers(tmp_path / "out.parquet") == expected(jsonl_rows)
-    carried = pq.read_table(table)
-    assert pq.read_table(tmp_path / "out.parquet").select(carried.column_names).equals(carried)
-
-
-def test_jsonl_to_a_table_and_a_table_to_jsonl(table, jsonl_rows, tmp_path):
-    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.parquet", *FAST, expect=3)
-    assert answers(tmp_path / "out.parquet") == expected(jsonl_rows)
-    assert pq.read_table(tmp_path / "out.parquet")["index"].to_pylist() == list(range(24))
+def test_tables_and_jsonl_have_the_same_answers_whatever_they_are_made_of(table, jsonl_rows, tmp_path):
+    for name, path in (("jsonl", tmp_path / "in.jsonl"), ("table", table)):
+        pagedcli("generate", path, "-o", tmp_path / f"{name}.parquet", *FAST, expect=3)
+        assert answers(tmp_path / f"{name}.parquet") == expected(jsonl_rows)
     pagedcli("generate", table, "-o", tmp_path / "out.jsonl", *FAST, expect=3)
     assert rows_of(tmp_path / "out.jsonl") == jsonl_rows
+    assert pq.read_table(tmp_path / "jsonl.parquet")["index"].to_pylist() == list(range(24))
+    carried = pq.read_table(table)
+    assert pq.read_table(tmp_path / "table.parquet").select(carried.column_names).equals(carried)
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(table, jsonl_rows, tmp_path):
@@ -98,20 +94,6 @@ def test_the_first_rows_and_shards_of_a_table(table, jsonl_rows, tmp_path):
     assert rows_of(tmp_path / "out.jsonl") == jsonl_rows
     said = pagedcli("generate", table, "-o", tmp_path / "s.parquet", "--shard", "1/2", *FAST, expect=2).stderr
     assert "JSONL" in said
-
-
-@pytest.mark.long
-def test_plan_and_profile_memory_read_a_table(table, jsonl_rows, tmp_path):
-    flags = ["--no-calibrate", "--format", "json", *FAST[:2]]  # a calibration on a busy machine is made again
-    shown = [
-        json.loads(pagedcli("plan", tmp_path / name, *flags, expect=3).stdout) for name in ("in.parquet", "in.jsonl")
-    ]
-    assert shown[0] == shown[1]
-    profiles = [
-        pagedcli("profile-memory", "--prompts", tmp_path / name, "--gpu", "h100", "--format", "json", *FAST[:2]).stdout
-        for name in ("in.parquet", "in.jsonl")
-    ]
-    assert profiles[0] == profiles[1]
 
 
 def run_in_child(folder, resume):

@@ -15,7 +15,7 @@ QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assis
 
 
 def plan(*arguments, stdin=None, expect=0):
-    return pagedcli("plan", *arguments, stdin=stdin, expect=expect)
+    return pagedcli("plan", *arguments, "--no-calibrate", stdin=stdin, expect=expect)
 
 
 def as_json(*arguments, **others):
@@ -45,17 +45,6 @@ def test_the_measured_hit_rates_of_known_prompt_sets(file, arguments, expected):
 
 
 # ---------------------------------------------------------------------- the fold
-
-
-@pytest.mark.parametrize("num_prompts", [1, 2, 7])
-@pytest.mark.parametrize("shared", [0, 8, 100, 256, 300])
-def test_hits_follow_the_law(num_prompts, shared):
-    found = PromptSurvey()
-    for i in range(num_prompts):
-        found.add(i, [*range(shared), *[1000 + i] * 40], 0)
-    for row in found.block_size_rows():
-        assert row["hit_tokens"] == (num_prompts - 1) * (shared // row["block_size"]) * row["block_size"]
-    assert found.longest_shared_tokens() == (shared if num_prompts > 1 else 0)
 
 
 def test_the_last_token_of_an_equal_prompt_is_not_a_hit():
@@ -161,34 +150,6 @@ def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch):
     reason = "an NVIDIA driver (470.82.01) is loaded, but it is too old for this torch"
     monkeypatch.setattr("pagedcli.planning.machine.unseen_gpu", lambda: reason)
     told = f"not used: GPU: {reason}"
-    arguments = ("-", "--no-calibrate", "--max-tokens", "4")
+    arguments = ("-", "--max-tokens", "4")
     assert told in plan(*arguments, stdin='{"prompt": "Once"}\n').stderr
     assert told not in plan(*arguments, "--device", "cpu", stdin='{"prompt": "Once"}\n').stderr
-
-
-@pytest.mark.long
-def test_shared_texts_name_lines_and_both_ends_on_one_line():
-    beginning = "You answer in one line.\n\x1b[31m" + "Once upon a time there was a llama. " * 12
-    lines = "".join(json.dumps({"prompt": beginning + name}) + "\n" for name in "abcdef")
-    (row,) = as_json("-", stdin=lines)["shared_prefixes"]
-    assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (6, [1, 2, 3, 4], 2)
-    head, tail = row["text"].split(" … ")
-    assert beginning.startswith(head)
-    assert tail in beginning
-    assert len(head) == len(tail) == 32
-    screen = plan("-", "--all", stdin=lines).stdout
-    (shown,) = (line for line in screen.splitlines() if "1, 2, 3, 4  " in line)
-    assert '  "You answer in one line. \\x1b[31m' in shown
-    assert as_json("-", stdin='{"prompt": "The fox"}')["shared_prefixes"] == []
-
-
-@pytest.mark.long
-def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
-    line = json.dumps({"prompt": [5] * 40})
-    rows = {row["what"]: row["value"] for row in as_json("-", "--dtype", "float32", stdin=line)["engine"]}
-    assert (rows["KV cache"], rows["CUDA graphs"]) == ("float32", "none: cpu has none")
-    path = tmp_path / "run.yaml"
-    path.write_text("engine: {attention_backend: flash, device: cpu}")
-    found = as_json("-", "--config", path, stdin=line)
-    assert found["num_valid_rows"] == 1
-    assert "flash" in found["engine"][0]["value"]

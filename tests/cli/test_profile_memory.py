@@ -130,17 +130,6 @@ def test_the_prediction_is_near_what_a_fresh_process_measures(quantization, tmp_
     assert note.startswith("int8, embedding and norms float32" if quantization else "float32")
 
 
-def test_an_int8_cache_is_counted_with_its_scales(tmp_path):
-    path = tiny_model("qwen3", tmp_path / "m")
-    arguments = ("-m", path, "--device", "cpu", "--kv-cache-memory", "1MiB", "--kv-cache-dtype", "int8", *SMALL)
-    found = as_json(*arguments)
-    assert (found["dtype"], found["kv_dtype"]) == ("float32", "int8")
-    assert found["block_bytes"] == 2 * 2 * 16 * 2 * (32 + 4)
-    assert found["num_kvcache_blocks"] == 2**20 // found["block_bytes"]
-    formula = "2 (K and V) x 2 layers x 16 tokens x 2 kv_heads x (32 head_dim x 1 bytes + 4 of scale) = 4,608"
-    assert formula in profile_memory(*arguments, "--format", "md").stdout
-
-
 @pytest.mark.parametrize("machine", [("--memory", "24GiB", "--quantization", "int4"), ("--gpu", "h200")])
 def test_the_setting_for_what_is_left_gives_what_it_promises(large, machine):
     flags = ("-m", large, "--max-model-len", "8192", *machine)
@@ -152,27 +141,6 @@ def test_the_setting_for_what_is_left_gives_what_it_promises(large, machine):
     assert used["left_setting"] is None
     assert int(used["max_concurrency"]) == int(found["max_concurrency_left"]) > int(found["max_concurrency"])
     assert f"\n{found['left_setting']} uses all the memory that is left: " in profile_memory(*flags).stdout
-
-
-def test_notes_about_groups_write_bytes_and_shares_as_the_tables_do(tmp_path):
-    """A block of 16 KiB has room for four layers with heads of 32, of which groups have three and two, and for two with
-    heads of 64. A sequence holds five, five and ten blocks."""
-    sliding, full = "sliding_attention", "full_attention"
-    layers = {"layer_types": [sliding, sliding, full, sliding, sliding, full, sliding, sliding]}
-    path = tiny_model(
-        "gemma4-e2b", tmp_path / "model", num_hidden_layers=8, num_kv_shared_layers=1, sliding_window=64, **layers
-    )
-    screen = profile_memory("-m", path, "--block-size", 16, "--max-model-len", 160, "--memory", "1GiB", "--all")
-    screen = screen.stdout.partition("\n")[2]
-    for line in (
-        "group 0: 3 layers, window 64, 1 KV head of 32, 12.00 KiB of 16.00 KiB used",
-        "group 1: 2 layers, window 64, 1 KV head of 32, 8.00 KiB of 16.00 KiB used",
-        "group 2: 2 layers, no window, 1 KV head of 64, 16.00 KiB of 16.00 KiB used",
-        "without blocks: 1 layer sharing the K and V of an earlier layer",
-        "unused: what the layers leave of these blocks, 18.8 % of the KV cache of a sequence of 160 tokens",
-    ):
-        assert f"\n{line}\n" in screen
-    assert re.findall(r"\S*\d\.\d [KMG]iB", screen) == []
 
 
 def test_windows_are_said_in_the_second_line(tmp_path):

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from cli_harness import pagedcli, rows_of
+from cli_harness import FAST, pagedcli
 from harness.core import simulated, write
 from kv_event_harness import CLEARED, message, removed, stored
 
@@ -65,18 +65,6 @@ def recording(tmp_path):
     return path
 
 
-def test_replay_prints_a_line_per_message(recording):
-    lines = pagedcli("trace", recording).stdout.splitlines()
-    assert lines[2] == "message 2 at 2.000 s: stored 2, removed 0, 4 tokens twice; resident 3"
-    assert lines[4].endswith("resident 1; tcp://host:1: messages 4 to 4 are missing")
-
-
-def test_replay_gives_one_json_object_per_message(recording):
-    rows = rows_of(pagedcli("trace", recording, "--format", "json").stdout)
-    assert [row["num_resident_blocks"] for row in rows] == [3, 1, 3, 0, 1]
-    assert [row["num_tokens_computed_twice"] for row in rows] == [0, 0, 4, 0, 2]
-
-
 def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
     document = json.loads(pagedcli("explain", recording, "--format", "json").stdout)
     assert [document[f"num_blocks_stored_again_{cause}"] for cause in ("evicted", "cleared", "restarted")] == [2, 1, 0]
@@ -116,3 +104,10 @@ def test_a_simulation_can_take_the_computed_blocks_as_work(recording):
         (0.0, None, [1, 2, 3]), (2.0, 1, [2]), (2.0, 2, [3]), (4.0, None, [1]),
     ]  # fmt: skip
     assert list(runs[1][0].token_ids) == [2, 2]
+
+
+def test_private_ids_are_in_no_byte_of_the_trace(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"id": "code-Tavek", "prompt": "Once"}\n')
+    for name, flags in (("named", ()), ("private", ("--no-ids",))):
+        pagedcli("generate", tmp_path / "in.jsonl", "--record", tmp_path / f"{name}.trace.jsonl", *FAST, *flags)
+        assert (b"code-Tavek" in (tmp_path / f"{name}.trace.jsonl").read_bytes()) == (name == "named")

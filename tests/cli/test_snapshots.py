@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import native_library
+from model_zoo import tiny_model
 from models_by_config import QWEN3_30B_A3B
 from typer.testing import CliRunner
 
@@ -45,6 +46,12 @@ def folder(tmp_path_factory):
         questions.make_files(made)
     (made / "examples.jsonl").write_bytes((ROOT / "examples" / "prompts.jsonl").read_bytes())
     (made / "large").mkdir()
+    # groups of three and two layers with heads of 32, and of two with heads of 64; one layer shares those of another
+    sliding, full = "sliding_attention", "full_attention"
+    tiny_model(
+        "gemma4-e2b", made / "gemma4", num_hidden_layers=8, num_kv_shared_layers=1, sliding_window=64,
+        layer_types=[sliding, sliding, full, sliding, sliding, full, sliding, sliding],
+    )  # fmt: skip
     for name, content in FILES.items():
         (made / name).write_text(content)
     (made / "bad.bin").write_bytes(b"\xff\xfe\xfa")
@@ -69,6 +76,11 @@ FILES = {
     "bad.json": '{"type": "object",\n "x": tru}',
     "tools.json": '[{"type": "function", "function": {"name": "f"}}]',
     "notes.txt": "mine\n",
+    "flash.yaml": "engine: {attention_backend: flash, device: cpu}",
+    "llama.jsonl": lines(
+        {"prompt": "You answer in one line.\n\x1b[31m" + "Once upon a time there was a llama. " * 12 + name}
+        for name in "abcdef"
+    ),
     "mtp.yaml": "engine: {speculation: mtp}",
     "mine.svg": "mine\n",
     "digits.jsonl": f'{{"prompt": [{"9" * 4000}]}}\n{{"prompt": "a", "seed": {"9" * 4000}}}\n',
@@ -106,9 +118,9 @@ def transcript(commands, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("step_times")
 def test_commands_print_what_their_snapshot_shows(folder, path, monkeypatch, request):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder / "no-times")
     written = path.read_text(encoding="utf-8")
     made = transcript(COMMAND.findall(written), folder, monkeypatch)
     if request.config.getoption("--renew-snapshots"):

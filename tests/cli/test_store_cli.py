@@ -44,7 +44,6 @@ def test_its_trace_is_lawful_and_explained(runs):
     folder, _ = runs
     assert "blocks_restored" in (folder / "b.trace.jsonl").read_text()
     pagedcli("trace", folder / "b.trace.jsonl", "--check")
-    assert pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout
     totals = json.loads(pagedcli("explain", folder / "b.trace.jsonl", "--format", "json").stdout)["totals"]
     tokens = {row["part"]: row["tokens"] for row in totals}
     assert tokens["disk_hit"] == 160
@@ -129,12 +128,9 @@ def test_a_bound_that_others_exceed_is_said(runs, tmp_path):
     assert f"1 file of {byte_text(next(store.glob('*.kept')).stat().st_size)}" in listed
 
 
-def test_it_is_listed_checked_and_trimmed(runs, tmp_path):
+def test_a_damaged_file_is_found_and_trimming_leaves_what_is_not_its_own(runs, tmp_path):
     store = tmp_path / "store"
     shutil.copytree(runs[0] / "store", store)
-    [settings] = json.loads(pagedcli("store", store, "--format", "json").stdout)["settings"]
-    assert (settings["num_files"], settings["differs"]) == (1, "")
-    assert pagedcli("store", store, "--check").stdout == "1 file intact, 0 damaged\n"
     [file] = store.iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

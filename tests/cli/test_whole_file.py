@@ -65,15 +65,6 @@ def test_tools_are_shown_to_chats_without_their_own(folder):
     assert tokens({"messages": USER, "tool_choice": "none"}) == tokens({"messages": USER, "tools": []}) == bare
 
 
-def test_tools_change_the_fingerprint(folder):
-    write(folder / "in.jsonl", {"messages": USER})
-    arguments = ("generate", "in.jsonl", "-o", "out.jsonl", "--chat-template", "tools.jinja", *FAST)
-    pagedcli(*arguments, "--tools", "@tools.json")
-    assert "run.tools" in pagedcli(*arguments, "--resume", expect=2).stderr
-    (folder / "tools.json").write_text(json.dumps(OTHERS))
-    assert "run.tools: changed" in pagedcli(*arguments, "--tools", "@tools.json", "--resume", expect=2).stderr
-
-
 def test_a_schema_holds_for_rows_without_their_own_grammar(folder):
     wrapped = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
     (folder / "openai.json").write_text(json.dumps(wrapped))
@@ -104,15 +95,14 @@ def test_a_rows_own_tools_that_cannot_be_shown_are_an_error_row(folder):
     assert [row["error"]["code"] for row in rows] == ["unsupported_parameter", "invalid_request", "invalid_request"]
 
 
-def test_plan_leaves_out_no_row_that_draws_differently(folder):
-    write(folder / "in.jsonl", *[{"prompt": "Story", "temperature": 1, "seed": seed} for seed in (1, 1, None, None)])
-    shown = json.loads(pagedcli("plan", "in.jsonl", "--deduplicate", "--no-calibrate", "--format", "json").stdout)
-    assert {"what": "with the answers of an earlier one, left out", "rows": 1} in shown["rows"]
-
-
 def test_plan_and_simulate_leave_out_what_generate_does_not_compute(folder):
+    draws = [{"prompt": "Story", "temperature": 1, "seed": seed} for seed in (1, 1, None, None)]
+    write(folder / "in.jsonl", *draws)  # two of them draw the same
+    flags = ("--deduplicate", "--no-calibrate", "--format", "json")
+    shown = json.loads(pagedcli("plan", "in.jsonl", *flags).stdout)
+    assert {"what": "with the answers of an earlier one, left out", "rows": 1} in shown["rows"]
     write(folder / "in.jsonl", *[{"prompt": f"Story {i % 3}"} for i in range(9)])
-    shown = json.loads(pagedcli("plan", "in.jsonl", "--deduplicate", "--format", "json").stdout)
+    shown = json.loads(pagedcli("plan", "in.jsonl", *flags).stdout)
     assert {"what": "with the answers of an earlier one, left out", "rows": 6} in shown["rows"]
     simulated = json.loads(pagedcli("simulate", "in.jsonl", "--deduplicate", "--pool", "64", "--format", "json").stdout)
     assert simulated["num_requests"] == 3

@@ -4,7 +4,6 @@ import random
 import struct
 from array import array
 
-import msgspec
 import pytest
 from kv_event_harness import message, stored
 
@@ -83,15 +82,11 @@ def batch_of(*events, rank=b"\x03"):
     return decode_batch(b"\x93" + TS + bytes([0x90 + len(events)]) + b"".join(events) + rank)
 
 
-def test_vllm_map_form_with_every_field():
-    batch = batch_of(MAP_STORED)
+@pytest.mark.parametrize("event", [MAP_STORED, ARRAY_STORED], ids=["map", "array"])
+def test_vllms_forms_with_every_field(event):
+    batch = batch_of(event)
     assert batch.events == [Stored(**TWO_BLOCKS, extra=EXTRA)]
     assert (batch.time_s, batch.rank, batch.unknown_fields) == (1795265169.5, 3, [])
-
-
-def test_vllm_array_form_with_every_field():
-    batch = batch_of(ARRAY_STORED)
-    assert batch.events == [Stored(**TWO_BLOCKS, extra=EXTRA)]
 
 
 def test_a_batch_may_be_a_map_itself():
@@ -288,14 +283,7 @@ def test_cache_groups_beyond_the_limit_are_said():
 
 def test_a_tree_never_holds_more_blocks_than_its_limit():
     state = KVState(max_blocks=10)
-    for seq in range(100):
-        event = {
-            "type": "BlockStored",
-            "block_hashes": [seq],
-            "parent_block_hash": None,
-            "token_ids": [1],
-            "block_size": 1,
-        }
-        state.take([b"", seq.to_bytes(8, "big"), msgspec.msgpack.encode([float(seq), [event]])], float(seq))
+    for number in range(100):
+        state.take(message(number, stored(number)), float(number))
     (tree,) = state.trees
     assert (len(tree.nodes), tree.num_refused) == (10, 90)

@@ -127,16 +127,6 @@ def received(subscriber, publisher, state):
     raise AssertionError("the last batch never came")
 
 
-def test_through_zmq_the_tree_is_the_pools_index():
-    with PublisherSocket(LOOPBACK) as publisher, subscribed(publisher) as subscriber:
-        state = KVState(subscriber.endpoints)
-        sim = random_run(random.Random(5), publisher.send).run()
-        received(subscriber, publisher, state)
-        (tree,) = state.trees
-        assert {node.hash for node in tree.resident()} == sim.block_manager.hash_to_block_id.keys()
-        assert facts(state)["num_gaps"] == 0
-
-
 def test_a_subscriber_that_starts_late_says_so_and_a_replay_tells_it_everything():
     with PublisherSocket(LOOPBACK) as publisher:
         sim = random_run(random.Random(6), publisher.send)

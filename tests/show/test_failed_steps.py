@@ -11,7 +11,6 @@ from test_report import code, page_data
 from pagedcli.events import RequestFinished, StepFailed, StepScheduled, StepStarted
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.report import render_report
-from pagedcli.trace.check import TraceChecker
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.explain import explain_trace, totals_of
@@ -28,24 +27,6 @@ def events(request):
 
 def count(events, event_type):
     return sum(isinstance(event, event_type) for event in events)
-
-
-def test_the_ledger_counts_the_blocks_that_are_full(events):
-    folding = pool_fold()
-    for _ in folding.steps(events):
-        state = folding.state
-        assert state.num_full_blocks == sum(block_hash is not None for block_hash in state.hashes)
-
-
-def test_the_check_forgets_the_tokens_of_a_lost_block():
-    checker = TraceChecker()
-    sim = Simulation(8, emit=checker.apply, trace_tokens=True)
-    sim.add([0], 2)
-    sim.step()
-    sim.executor.fail_launch = True  # of the step that fills the block
-    with pytest.raises(RuntimeError):
-        sim.step()
-    sim.run()
 
 
 def test_the_summary_counts_failed_steps_among_all(events):

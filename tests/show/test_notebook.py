@@ -1,8 +1,6 @@
 """A trace in Python: data frames equal the files of --dump-kv, and steps, films and lookups show themselves."""
 
 import json
-import re
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -143,33 +141,6 @@ def test_explain_has_the_lookups_of_the_command(trace, path):
     (table,) = trace.explain("request-9").tables
     assert [(row["step"], row["why"]) for row in table.rows] == [(row["step"], row["why"]) for row in found]
     assert "<table>" in trace.explain()._repr_html_()
-
-
-def test_a_film_plays_in_a_browser_without_a_server(trace, tmp_path, chromium):
-    film = trace.play(0, 20)
-    page = tmp_path / "film.html"
-    page.write_text(film.page(), encoding="utf-8")
-    assert "http" not in re.sub(r"http-equiv|http://www.w3.org/2000/svg", "", film.page())
-    shown = chromium(page)
-    (step,) = re.findall(r"<title>KV cache at step (\d+)</title>", shown)
-    assert 0 < int(step) <= 20  # it plays
-    assert 'max="20"' in shown
-    assert len(film._repr_html_()) < 300_000
-
-
-@pytest.fixture
-def chromium(tmp_path):
-    """What a browser makes of a page after a few seconds of its own time."""
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("chromium is not installed")
-
-    def dump(path):
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
-        command = [program, *options, f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-    return dump
 
 
 def test_a_film_is_kept_as_gif(trace, tmp_path, image):

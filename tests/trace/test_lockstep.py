@@ -9,8 +9,7 @@ from pagedcli import SamplingParams
 from pagedcli.errors import TraceError
 from pagedcli.events import RequestPreempted, StepFailed, StepFinished, StepScheduled, TokensSampled
 from pagedcli.trace.dispatch import View
-from pagedcli.trace.fold import Fold, pool_fold
-from pagedcli.trace.state import PoolState
+from pagedcli.trace.fold import pool_fold
 
 
 class Alone(View):
@@ -62,6 +61,7 @@ class Alone(View):
             assert seq.num_recomputed_tokens == self.num_recomputed.get(seq.seq_id, 0)
         assert state.num_running == len(state.running())
         assert state.num_unfilled_slots() == state.count_unfilled_slots()
+        assert state.num_full_blocks == sum(block_hash is not None for block_hash in state.hashes)
 
 
 def beams():
@@ -102,21 +102,6 @@ def test_counts_at_once_are_those_of_each_sequence(run):
     for _ in pool_fold(alone).steps(EventList(events)):
         pass
     assert alone.num_checks > 20
-
-
-def test_a_fold_continues_from_a_snapshot_of_any_event():
-    events = simulated(num_requests=10)
-    folding, last = Fold(PoolState()), {}
-    snapshots = []
-    for event in events:
-        folding(event)
-        snapshots.append(folding.state.copy())
-    last = folding.state.copy()
-    for place in range(0, len(events), 7):
-        again = Fold(snapshots[place])
-        for event in events[place + 1 :]:
-            again(event)
-        assert again.state.copy().finished == last.finished
 
 
 def test_sampling_twice_in_a_step_is_refused_also_of_sequences_that_decode_together():

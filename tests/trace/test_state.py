@@ -1,15 +1,17 @@
 """Folding the events of the real block manager gives back the real pool, exactly."""
 
-import random
+from collections.abc import Iterable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+from harness.core import PoolMachine
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.prefixes import Prefix, compute_hash
+from pagedcli.core.prefixes import hash_block
 from pagedcli.errors import TraceError
 from pagedcli.events import (
     SCHEMA_VERSION,
@@ -23,7 +25,6 @@ from pagedcli.events import (
     RequestAdded,
     RequestFinished,
     RequestPreempted,
-    StepFinished,
     StepScheduled,
     StepStarted,
     TokensSampled,
@@ -42,21 +43,7 @@ def engine_started(num_blocks: int, block_size: int, **changes: object) -> Engin
     return EngineStarted(**(fields | changes))  # type: ignore[arg-type]
 
 
-class User:
-    """The part of a sequence that the block manager uses."""
-
-    def __init__(self, seq_id: int, token_ids: list[int], cache_salt: str | None = None) -> None:
-        self.seq_id = seq_id
-        self.token_ids = token_ids
-        self.num_prompt_tokens = len(token_ids)
-        self.block_table: list[int] = []
-        self.prefixes: list[Prefix] = []
-        self.cache_salt = cache_salt
-        self.num_computed_tokens = self.num_cached_tokens = self.num_writable_tokens = self.num_preemptions = 0
-        self.num_context_tokens: int | None = None
-
-
-def assert_same_ledgers(manager: BlockManager, state: PoolState, users: list[User]) -> None:
+def assert_same_ledgers(manager: BlockManager, state: PoolState, users: Iterable[SimpleNamespace]) -> None:
     assert state.ref_counts == [block.ref_count for block in manager.blocks]
     assert state.hashes == [block.hash for block in manager.blocks]
     assert list(state.free_block_ids) == list(manager.free_block_ids)
@@ -71,182 +58,109 @@ def assert_same_ledgers(manager: BlockManager, state: PoolState, users: list[Use
     assert state.num_shared_blocks == sum(block.ref_count > 1 for block in manager.blocks)
 
 
-class FoldMachine(RuleBasedStateMachine):
-    """Drives a BlockManager as a scheduler would: admit, append, fork, preempt, finish. The fold must follow."""
+class Tokens(list):
+    """Token ids of a sequence: the fold is told of each that is sampled, so none is taken back."""
+
+    def __init__(self, token_ids, sampled):
+        super().__init__(token_ids)
+        self._sampled = sampled
+
+    def append(self, token_id):
+        self._sampled()
+        super().append(token_id)
+
+    def pop(self):
+        pass
+
+
+class FoldMachine(PoolMachine):
+    """The pool's machine with preemptions, for pools of any shape: the fold must follow."""
+
+    seqs = PoolMachine.seqs
 
     @initialize(
-        num_blocks=st.integers(1, 9),
-        block_size=st.integers(1, 3),
-        caching=st.booleans(),
-        colliding=st.booleans(),
+        num_blocks=st.integers(1, 9), block_size=st.integers(1, 3), caching=st.booleans(), colliding=st.booleans()
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool, colliding: bool) -> None:
+    def start(self, num_blocks, block_size, caching, colliding):
         self.emit = pool_fold()
         self.state = self.emit.state
         self.emit(engine_started(num_blocks, block_size))
+        self.hash_function = (lambda tokens, prefix: 7) if colliding else hash_block
         self.manager = BlockManager(
-            num_blocks,
-            block_size,
-            enable_prefix_caching=caching,
-            emit=self.emit,
-            hash_function=(lambda tokens, prefix: 7) if colliding else compute_hash,
+            num_blocks, block_size, enable_prefix_caching=caching, emit=self.emit, hash_function=self.hash_function
         )
-        self.waiting: list[User] = []
-        self.running: list[User] = []
-        self.next_seq_id = 0
+        self.allocate, self.keep, self.drop = (
+            self.manager.allocate, self.manager.keep_accepted, self.manager.deallocate,
+        )  # fmt: skip
+        self.manager.allocate, self.manager.fork = self.admitted, self.forked(self.manager.fork)
+        self.manager.keep_accepted, self.manager.deallocate = self.checked, self.finished
+        self.unfinished, self.waiting = {}, []
 
-    def add(self, user: User, sample_index: int = 0) -> None:
-        self.emit(
-            RequestAdded(
-                user.seq_id, f"r{user.seq_id}", sample_index, user.num_prompt_tokens, 16, bool(user.cache_salt)
-            )
-        )
+    def new_seq(self, tokens):
+        seq = super().new_seq(tokens)
+        self.emit(RequestAdded(seq.seq_id, f"r{seq.seq_id}", 0, len(tokens), 16, False))
+        seq.token_ids = Tokens(seq.token_ids, lambda: self.emit(TokensSampled((seq.seq_id,))))
+        self.unfinished[seq.seq_id] = seq
+        self.waiting.append(seq.seq_id)
+        return seq
 
-    def new_user(self, token_ids: list[int], salt: str | None) -> User:
-        user = User(self.next_seq_id, token_ids, salt)
-        self.next_seq_id += 1
-        return user
+    def admitted(self, seq, hit, num_new_tokens):
+        self.waiting.remove(seq.seq_id)
+        self.allocate(seq, hit, num_new_tokens)
 
-    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from([None, None, "a"]))
-    def arrive(self, token_ids: list[int], salt: str | None) -> None:
-        user = self.new_user(token_ids, salt)
-        self.add(user)
-        self.waiting.append(user)
+    def forked(self, fork):
+        def call(parent, child):
+            self.waiting.remove(child.seq_id)
+            fork(parent, child)
 
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def admit(self, data: st.DataObject) -> None:
-        user = self.waiting[0]
-        hit = self.manager.lookup(user)
-        left = len(user.token_ids) - self.manager.num_computed_after(user, hit)
-        num_new = data.draw(st.integers(1, left))
-        if self.manager.can_allocate(user, hit, num_new):
-            self.manager.allocate(user, hit, num_new)
-            self.compute(self.waiting.pop(0), num_new)
+        return call
 
-    def compute(self, user: User, num_new: int) -> None:
-        """The step itself: the tokens are in the cache, and the last one of all gives the next."""
-        user.num_computed_tokens += num_new
-        self.state.seqs[user.seq_id].num_computed_tokens += num_new  # what StepScheduled says
-        if user not in self.running:
-            self.running.append(user)
-        if user.num_computed_tokens == len(user.token_ids):
-            self.emit(TokensSampled((user.seq_id,)))
-            user.token_ids.append(len(user.token_ids) % 2)
+    def checked(self, seq, num_drafted, num_accepted, token_ids, *, num_again):
+        folded = self.state.seqs[seq.seq_id]
+        folded.num_computed_tokens, folded.num_drafted_tokens = seq.num_computed_tokens, num_drafted
+        if num_drafted:
+            self.keep(seq, num_drafted, num_accepted, token_ids, num_again=num_again)
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
-        user = data.draw(st.sampled_from(self.running))
-        num_new = data.draw(st.integers(1, len(user.token_ids) - user.num_computed_tokens))
-        if self.manager.can_append(user, num_new):
-            self.manager.may_append(user, num_new)
-            self.compute(user, num_new)
+    def finished(self, seq):
+        self.emit(RequestFinished(seq.seq_id, "abort", self.state.seqs[seq.seq_id].num_output_tokens))
+        self.drop(seq)
+        del self.unfinished[seq.seq_id]
+        if seq.seq_id in self.waiting:
+            self.waiting.remove(seq.seq_id)
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def check_draft(self, data: st.DataObject) -> None:
-        user = data.draw(st.sampled_from(self.running))
-        if user.num_computed_tokens != len(user.token_ids) - 1 or not self.manager.can_append(user):
-            return
-        self.manager.may_append(user)
-        room = self.manager.make_room_for_draft(user, data.draw(st.integers(1, 6)))
-        user.num_computed_tokens += 1
-        seq = self.state.seqs[user.seq_id]
-        seq.num_computed_tokens += 1  # what StepScheduled says
-        seq.num_drafted_tokens = room
-        num_right = data.draw(st.integers(0, room))
-        user.token_ids += [1] * num_right
-        if room:
-            self.manager.keep_accepted(user, room, num_right, None, num_again=0)
-        self.emit(TokensSampled((user.seq_id,)))
-        user.token_ids.append(0)
+    @rule(target=seqs, twin=seqs, chunk=st.integers(1, 3))
+    def admit_twin(self, twin, chunk):
+        """A request for the same tokens, which may take over what the other computes meanwhile."""
+        return self.admit(list(twin.token_ids), chunk)
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def reuse_more(self, data: st.DataObject) -> None:
-        user = data.draw(st.sampled_from(self.running))
-        if len(user.token_ids) - user.num_computed_tokens > 1:
-            self.manager.reuse_more(user)
-            assert self.state.seqs[user.seq_id].num_computed_tokens == user.num_computed_tokens
+    @rule(seq=seqs)
+    def preempt(self, seq):
+        if seq.block_table:
+            dropped = seq.num_computed_tokens
+            freed = self.drop(seq)
+            seq.num_preemptions += 1
+            self.waiting.insert(0, seq.seq_id)
+            self.emit(RequestPreempted(seq.seq_id, seq.seq_id, 1, dropped, freed))
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        parent = data.draw(st.sampled_from(self.running))
-        child = self.new_user(parent.token_ids.copy(), parent.cache_salt)
-        self.add(child, sample_index=1)
-        self.manager.fork(parent, child)
-        self.running.append(child)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        user = data.draw(st.sampled_from(self.running))
-        dropped = user.num_computed_tokens
-        freed = self.manager.deallocate(user)
-        user.num_preemptions += 1
-        self.running.remove(user)
-        self.waiting.insert(0, user)
-        self.emit(RequestPreempted(user.seq_id, user.seq_id, 1, dropped, freed))
-
-    @precondition(lambda self: self.running or self.waiting)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        user = data.draw(st.sampled_from(self.running + self.waiting))
-        seq = self.state.seqs[user.seq_id]
-        self.emit(RequestFinished(user.seq_id, "abort", seq.num_output_tokens))
-        self.manager.deallocate(user)
-        (self.running if user in self.running else self.waiting).remove(user)
+    @rule(seq=seqs)
+    def admit_again(self, seq):
+        if not seq.block_table and seq in self.live:
+            hit = self.manager.lookup(seq)
+            left = len(seq.token_ids) - self.manager.num_computed_after(seq, hit)
+            if self.manager.can_allocate(seq, hit, left):
+                self.manager.allocate(seq, hit, left)
+                seq.num_computed_tokens += left
 
     @invariant()
-    def fold_gives_back_the_pool(self) -> None:
-        if hasattr(self, "manager"):
-            users = self.running + self.waiting
-            self.manager.check(users)  # type: ignore[arg-type]
-            assert_same_ledgers(self.manager, self.state, users)
-            assert [seq.seq_id for seq in self.state.waiting()] == [user.seq_id for user in self.waiting]
+    def fold_gives_back_the_pool(self):
+        for seq in self.unfinished.values():  # what StepScheduled says
+            self.state.seqs[seq.seq_id].num_computed_tokens = seq.num_computed_tokens
+        assert_same_ledgers(self.manager, self.state, self.unfinished.values())
+        assert [seq.seq_id for seq in self.state.waiting()] == self.waiting
 
 
 TestFold = pytest.mark.long(FoldMachine.TestCase)
-TestFold.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-
-
-def test_a_snapshot_is_not_changed_by_later_events() -> None:
-    state = PoolState()
-    state.apply(engine_started(4, 2))
-    manager = BlockManager(4, 2, emit=state.apply)
-    user = User(0, [1, 2, 3])
-    state.apply(RequestAdded(0, "r0", 0, 3, 16, False))
-    manager.allocate(user, manager.lookup(user), 3)
-    snapshot = state.copy()
-    manager.deallocate(user)
-    assert snapshot.ref_counts == [1, 1, 0, 0]
-    assert snapshot.seqs[0].block_table == [0, 1]
-    assert state.ref_counts == [0, 0, 0, 0]
-    assert list(state.free_block_ids) == [1, 2, 3, 0]  # the partial one first, the cached one last
-    snapshot.apply(BlocksReleased(0, (1, 0)))  # the snapshot goes on by itself
-    assert list(snapshot.free_block_ids) == list(state.free_block_ids)
-
-
-def test_three_states_add_up_and_unfilled_slots_are_counted() -> None:
-    state = PoolState()
-    state.apply(engine_started(4, 4))
-    manager = BlockManager(4, 4, emit=state.apply)
-    user = User(0, [1, 2, 3, 4, 5, 6])
-    state.apply(StepStarted(0, 0))
-    state.apply(RequestAdded(0, "r0", 0, 6, 16, False))
-    manager.allocate(user, manager.lookup(user), 6)
-    state.apply(StepScheduled(0, (0,), (6,), 0))
-    assert (state.num_used_blocks, state.num_cached_blocks, state.num_empty_blocks) == (2, 0, 2)
-    assert state.num_unfilled_slots() == 2
-    state.apply(TokensSampled((0,)))
-    state.apply(RequestFinished(0, "length", 1))
-    manager.deallocate(user)
-    state.apply(StepFinished(0, 1, 0, 0, 0, 0))
-    assert (state.num_used_blocks, state.num_cached_blocks, state.num_empty_blocks) == (0, 1, 3)
-    assert state.num_unfilled_slots() == 0
-    assert state.finished[0].finish_reason == "length"
+TestFold.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(
@@ -330,22 +244,3 @@ def test_with_lru_a_duplicate_may_be_evicted_before_its_turn_but_need_not(evicte
 def test_events_before_the_start_are_refused() -> None:
     with pytest.raises(TraceError, match="before engine_started"):
         pool_fold()(StepStarted(0, 0))
-
-
-def test_a_walk_over_a_hundred_thousand_blocks_ends_in_the_ledgers_of_the_manager() -> None:
-    rng = random.Random(0)
-    state = PoolState()
-    state.apply(engine_started(100_000, 16))
-    manager = BlockManager(100_000, 16, emit=state.apply)
-    users: list[User] = []
-    for seq_id in range(400):
-        user = User(seq_id, [rng.randrange(2) for _ in range(rng.randrange(1, 3000))])
-        state.apply(RequestAdded(seq_id, str(seq_id), 0, len(user.token_ids), 16, False))
-        hit = manager.lookup(user)
-        manager.allocate(user, hit, len(user.token_ids) - manager.num_computed_after(user, hit))
-        users.append(user)
-        if rng.random() < 0.5:
-            gone = users.pop(rng.randrange(len(users)))
-            state.apply(RequestFinished(gone.seq_id, "abort", 0))
-            manager.deallocate(gone)
-    assert_same_ledgers(manager, state, users)

@@ -186,16 +186,6 @@ def test_the_ceiling_says_of_how_many_tokens_it_is(monkeypatch):
     assert "(unlimited cache)" in dict(finding_lines(Findings(few.stats)))["prefixes"]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_ceiling_of_the_counters_on_random_prompts(seed):
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(2)] * rng.randrange(1, 90) + [rng.randrange(3)] * 9 for _ in range(30)]
-    sim, found = simulation(prompts, num_blocks=300, max_num_seqs=1)
-    facts = sim.stats
-    assert facts.num_ideal == facts.num_cached_tokens  # nothing is evicted, none overlap
-    assert found.lost() == [(facts.num_partial_tokens, "shared in partial blocks")]
-
-
 def test_waste_is_the_mean_of_what_the_tables_of_the_steps_show():
     shares = []
 

@@ -41,11 +41,6 @@ def test_a_refused_request_is_named_as_such():
             find_request(EventList(EVENTS), name, "run.jsonl")
 
 
-def test_a_run_without_requests_has_no_names():
-    with pytest.raises(UsageError, match="no request 'x'"):
-        find_request(EventList([]), "x", "run.jsonl")
-
-
 def test_unwanted_fields_are_dropped_and_only_these():
     event = RequestAdded(0, "0", 0, 2, 5, False, (1, 2), "code-Mirano")
     kept = []

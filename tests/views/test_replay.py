@@ -63,19 +63,6 @@ def first(events, kind, nth=0):
     return [i for i, event in enumerate(events) if isinstance(event, kind)][nth]
 
 
-@pytest.mark.long
-def test_no_event_can_be_lost_unnoticed(events):
-    """Each event but the last is left out, one at a time."""
-    silent = []
-    for index in range(1, len(events) - 1):
-        try:
-            check_events(events[:index] + events[index + 1 :])
-        except TraceError:
-            continue
-        silent.append(type(events[index]).__name__)
-    assert silent == []
-
-
 def test_check_names_file_and_line(tmp_path, events):
     corrupted = list(events)
     index = first(corrupted, BlockEvicted)
@@ -85,25 +72,16 @@ def test_check_names_file_and_line(tmp_path, events):
         check_trace(TraceReader(path))
 
 
-@pytest.mark.parametrize("num_requests", [2, 3, 7])
-@pytest.mark.parametrize("num_shared", [1, 15, 16, 33, 240])
-@pytest.mark.parametrize("block_size", [1, 16, 256])
-def test_hits_follow_the_law(num_requests, num_shared, block_size):
-    """N requests that share P tokens, block S: hits = (N - 1) x floor(P / S) x S."""
-    moment = Moment()
-    sim = Simulation(
-        4000 // block_size + 20, block_size, emit=pool_fold(moment), max_num_batched_tokens=8192, max_num_seqs=8
-    )
-    for index in range(num_requests):
-        sim.add([5] * num_shared + [100 + index] * 3, 2)
-    sim.run()
-    expected = (num_requests - 1) * (num_shared // block_size) * block_size
-    assert moment.stats.run.from_others.tokens_hit == expected
-    assert moment.stats.run.own.num_lookups == 0
-
-
-def test_a_sequence_that_stands_still_for_want_of_a_block_is_stalled():
-    moment, seen = Moment(), []
+@pytest.mark.parametrize(
+    ("lacking", "words", "num_blocks", "n", "limits"),
+    [
+        ("free_blocks", "free blocks", 10, 1, {"max_num_seqs": 3}),
+        ("state_slots", "slots of recurrent state", 40, 2,
+         {"max_num_seqs": 4, "num_state_slots": 2, "checkpoints": "end"}),
+    ],
+)  # fmt: skip
+def test_a_sequence_that_stands_still_is_stalled_with_its_reason(lacking, words, num_blocks, n, limits):
+    moment, seen = Moment(), set()
     folding = pool_fold(moment)
 
     def emit(event):
@@ -111,40 +89,22 @@ def test_a_sequence_that_stands_still_for_want_of_a_block_is_stalled():
         if isinstance(event, StepFinished):
             state, rows = moment.state, {row["seq_id"]: row for row in moment.summary()["sequences"]}
             for seq in state.running():
-                row = rows[seq.seq_id]
+                row, lacks = rows[seq.seq_id], state.stalled_for(seq)
                 stands = not row["num_new_tokens"] and state.num_used_blocks == state.num_blocks
-                assert (row["status"] == "stalled") == (row["waiting_reason"] == "free_blocks") == stands
-            seen.append(state.num_stalled)
+                assert (lacks == "free_blocks") == stands
+                assert (row["status"] == "stalled") == (lacks is not None)
+                assert lacks is None or row["waiting_reason"] == lacks
+                line = str(sequence_facts(moment, seq)).partition("\n")[0]
+                assert (f"stalled (no {words})" in line) == (lacks is not None), line
+                seen.add(lacks)
+            assert state.num_stalled == sum(state.stalled_for(seq) is not None for seq in state.running())
             assert f"running ({state.num_stalled} stalled)" in moment.line() or not state.num_stalled
 
-    sim = Simulation(10, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
-    for index in range(3):
-        sim.add(range(100 * index, 100 * index + 5 + index % 2), 8)
+    sim = Simulation(num_blocks, 2, emit=emit, max_num_batched_tokens=64, **limits)
+    for index in range(limits["max_num_seqs"]):
+        sim.add(range(100 * index, 100 * index + 5 + index % 2), 8, n=n)
     sim.run()
-    assert max(seen) == 1
-
-
-def test_a_sequence_that_stands_still_for_want_of_a_slot_of_state_is_stalled_with_its_own_reason():
-    moment, seen = Moment(), []
-    folding = pool_fold(moment)
-
-    def emit(event):
-        folding(event)
-        if isinstance(event, StepFinished):
-            lacking = [(seq, moment.state.stalled_for(seq)) for seq in moment.state.running()]
-            rows = {row["seq_id"]: row for row in moment.summary()["sequences"]}
-            for seq, lacks in lacking:
-                assert (rows[seq.seq_id]["status"] == "stalled") == (lacks is not None)
-                assert lacks is None or rows[seq.seq_id]["waiting_reason"] == lacks
-                seen.append((lacks, str(sequence_facts(moment, seq)).partition("\n")[0]))
-            assert moment.state.num_stalled == sum(lacks is not None for _, lacks in lacking)
-
-    sim = Simulation(40, 2, emit=emit, max_num_seqs=4, max_num_batched_tokens=64, num_state_slots=2, checkpoints="end")
-    for index in range(4):
-        sim.add(range(100 * index, 100 * index + 5 + index % 2), 8, n=2)
-    sim.run()
-    assert {lacks for lacks, _ in seen} == {None, "state_slots"}
-    assert all(("stalled (no slots of recurrent state)" in line) == (lacks is not None) for lacks, line in seen)
+    assert seen == {None, lacking}
 
 
 def same(a: Moment, b: Moment) -> None:
