@@ -7,17 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.engine import planned_and_made
 from model_zoo import NATIVE_FAMILIES, tiny_model
 from safetensors import safe_open
 
-from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS, padded_rows
 from pagedcli.models.reading import native_spec, read_spec
-from pagedcli.planning.decide import decide
-from pagedcli.planning.machine import this_machine
-from pagedcli.runner.llm_engine import LLMEngine
 
 FAMILIES = [*NATIVE_FAMILIES, "olmo2", "gemma2", "gemma3", "qwen3-moe", "qwen2-moe"]
 FAMILIES += ["qwen3_next", "lfm2", "granite-hybrid-moe", "deepseek_v3", "minicpm3"]
@@ -28,13 +25,11 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def check_prediction(family, tmp_path, **settings):
     path = tiny_model(family, tmp_path / family)
-    config = EngineConfig(model=str(path), device="cpu", num_kvcache_blocks=8, max_model_len=128, **settings)
-    spec, machine = read_spec(path), this_machine()
     try:
-        decision = decide(config, spec, machine)
+        decision, engine = planned_and_made(path, max_model_len=128, **settings)
     except (BackendError, ConfigError) as error:
         pytest.skip(f"not here: {error.message}")
-    assert decision.terms.weights == LLMEngine(config).plan.weight_bytes
+    assert decision.terms.weights == engine.plan.weight_bytes
 
 
 @pytest.mark.usefixtures("own_panels")
