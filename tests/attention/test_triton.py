@@ -87,13 +87,3 @@ def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeyp
     assert device.item_split[:num_items].tolist() == host.item_split[:num_items].tolist()
     assert device.item_split[:num_items].tolist() == [split for of_seq in splits for split in of_seq]
     assert device.capacity == len(totals) * {None: 16, 1: 1, 300: 3}[window]
-
-
-@pytest.mark.parametrize("block_size", [16, 32, 48, 80, 128, 240, 256, 272, 512])
-def test_pages_per_split_always_suffices(block_size):
-    from pagedcli.attention.triton_paged import SPLIT, pages_per_split
-
-    touched = max((start + SPLIT - 1) // block_size - start // block_size + 1 for start in range(0, 64 * SPLIT, SPLIT))
-    pages = pages_per_split(block_size)
-    assert pages >= touched
-    assert pages & (pages - 1) == 0, "tl.arange wants a power of two"
