@@ -111,25 +111,6 @@ def test_restored_blocks_have_the_bits_of_computed_ones(model, setting, tmp_path
         assert read.num_read_states
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_bytes_are_the_same_with_any_number_of_threads(path, tmp_path, threads):
-    prompts = ragged_prompts(vocab_size=100)
-    outcome(engine_with(path, tmp_path), prompts)
-    torch.set_num_threads(threads)
-    try:
-        engine, computed = engine_with(path, tmp_path), engine_with(path)
-        memory, indexed = engine.cache.store._memories["blocks"], engine.block_manager.hash_to_block_id
-        outcome(engine, prompts)
-        own = type(memory).of(computed.runner.kv_cache)
-        outcome(computed, prompts)
-    finally:
-        torch.set_num_threads(1)
-    both = indexed.keys() & computed.block_manager.hash_to_block_id.keys()
-    assert len(both) > 30
-    for each in both:
-        assert memory.read(indexed[each]) == own.read(computed.block_manager.hash_to_block_id[each])
-
-
 @pytest.mark.parametrize("eviction", ["lru", "prefix-lru", "next-use"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 14))])
 def test_small_pools_preempt_and_restore(path, tmp_path, eviction, seed):
@@ -143,16 +124,6 @@ def test_small_pools_preempt_and_restore(path, tmp_path, eviction, seed):
         assert found == expected
         assert stats.num_evictions
         assert read.num_read_blocks
-
-
-def test_large_prefixes_become_several_files_of_one_chain(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(core_store, "FILE_BYTES", 10_000)
-    prompts = ragged_prompts(vocab_size=100)
-    expected, written, _ = outcome(engine_with(path, tmp_path), prompts)
-    assert len(list(tmp_path.iterdir())) > 1
-    found, read, _ = outcome(engine_with(path, tmp_path), prompts)
-    assert found == expected
-    assert read.num_read_blocks == written.num_written_blocks
 
 
 def test_every_changed_field_of_a_restored_block_is_found(path, tmp_path):
@@ -384,14 +355,3 @@ def test_a_bound_that_is_too_small_changes_no_row(path, tmp_path):
         assert found == expected
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= num_bytes
     assert facts.num_written_blocks or facts.not_kept
-
-
-def test_a_folder_that_cannot_be_written_is_read(path, stored, tmp_path, monkeypatch):
-    shutil.copytree(stored, tmp_path / "store")
-    real = content_files.os.access
-    monkeypatch.setattr(content_files.os, "access", lambda path, mode: path != tmp_path / "store" and real(path, mode))
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()}
-    _, facts, _ = outcome(engine_with(path, tmp_path / "store"), ragged_prompts(vocab_size=100, seed=0))
-    assert facts.num_read_blocks
-    assert not facts.num_written_blocks
-    assert before == {file.name: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()}
