@@ -1,12 +1,14 @@
 """CPU kernels on the numbers of quantized checkpoints: exactly the product with the dequantized weights."""
 
+from itertools import product
+
 import pytest
 import torch
-from linear_harness import assert_rows_are_independent
 from quantized_zoo import exact_activations, random_nvfp4, random_weight
 
 from pagedcli.errors import BackendError, ModelError
 from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.layers.quantized import E2M1
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 70])
@@ -25,6 +27,7 @@ from pagedcli.layers.native_linear import NativeLinear
         {"out": 33, "columns": 1024, "bits": 8, "group_size": 128, "ordered": False, "scales": torch.bfloat16},
         {"out": 33, "columns": 500, "bits": 8, "group_size": 500},
         {"out": 33, "columns": 500, "bits": 8, "group_size": 500, "symmetric": True},  # int8, as in int8 checkpoints
+        {"out": 33, "columns": 320, "scales": torch.bfloat16, "levels": E2M1},  # MXFP4
     ],
     ids=str,
 )
@@ -48,9 +51,29 @@ def test_nvfp4_is_exact_for_every_scale_and_size(library, out, columns, tokens):
     torch.testing.assert_close(biased, actual + bias)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_of_nvfp4_does_not_depend_on_the_other_rows(library, threads):
-    assert_rows_are_independent(NativeLinear(library, random_nvfp4(97, 352), dtype=torch.float32), 352, threads)
+LAYERS = {
+    "4 bits": lambda library: NativeLinear(library, random_weight(97, 352, group_size=64), dtype=torch.float32),
+    "8 bits": lambda library: NativeLinear(library, random_weight(97, 352, bits=8, group_size=64), dtype=torch.float32),
+    "nvfp4": lambda library: NativeLinear(library, random_nvfp4(97, 352), dtype=torch.float32),
+    "int4": lambda library: NativeLinear(library, torch.randn(97, 352), quantization="int4"),
+    "int8": lambda library: NativeLinear(library, torch.randn(97, 352), quantization="int8"),
+    "float32": lambda library: NativeLinear(library, torch.randn(97, 352)),
+    "bfloat16": lambda library: NativeLinear(library, torch.randn(97, 352).bfloat16()),
+    "float16": lambda library: NativeLinear(library, torch.randn(97, 352).half()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_bits_of_a_row_depend_on_neither_the_other_rows_nor_the_threads(library, name):
+    linear = LAYERS[name](library)
+    x = torch.randn(90, 352).to(getattr(torch, name) if "float" in name else torch.float32)
+    whole = linear(x)
+    try:
+        for threads, tokens in product((1, 3), (1, 5, 6, 7, 32, 40)):
+            torch.set_num_threads(threads)
+            assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:])
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_nvfp4_takes_its_bits_a_byte_per_group_and_a_step_per_256_inputs(library):
@@ -71,13 +94,6 @@ def test_activations_of_two_bytes_are_rounded_once_more(library, dtype):
     expected = x.double() @ weight.dequantized(torch.float32).double().T / 2**14  # within the range of float16
     actual = NativeLinear(library, weight, dtype=dtype)(x / 2**14)
     torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=1e-3)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_does_not_depend_on_the_other_rows(library, threads, bits):
-    linear = NativeLinear(library, random_weight(97, 352, bits=bits, group_size=64), dtype=torch.float32)
-    assert_rows_are_independent(linear, 352, threads)
 
 
 def test_weights_take_their_bits_and_three_bytes_per_group_and_row(library):

@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-from linear_harness import assert_rows_are_independent
 from quantized_zoo import exact_activations
 
-from pagedcli.config import EngineConfig
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.runner.llm_engine import LLMEngine
-from pagedcli.sampling_params import SamplingParams
 
 
 def layer_and_weight(library, out=97, columns=352, seed=0):
@@ -68,23 +64,3 @@ def test_groups_of_one_sign_and_of_zeros_keep_their_values(library, sign):
     rounded = NativeLinear(library, weight, quantization="int4")(torch.eye(64)).T
     assert (rounded - weight).abs().max() < 1.6
     assert torch.equal(rounded[3], torch.zeros(64))
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_does_not_depend_on_the_other_rows(library, threads):
-    linear, _, _ = layer_and_weight(library)
-    assert_rows_are_independent(linear, 352, threads)
-
-
-def test_int4_takes_less_memory_than_int8_and_picks_one_of_its_likeliest_tokens(library):
-    prompt = list(range(40, 70))
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    results = []
-    for quantization in ("int8", "int4"):
-        engine = LLMEngine(EngineConfig(quantization=quantization, max_model_len=128, dtype="float32"))
-        engine.add_request("0", prompt, params)
-        [output] = engine.step()
-        results.append((engine.plan.weight_bytes, output.samples[0].logprobs[0]))
-    (wide, eight), (narrow, four) = results
-    assert narrow < wide
-    assert four.token_id in {token for token, _ in eight.top}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness.engine import outputs_of
 from linear_harness import rounded_by_32
 
 from pagedcli.config import EngineConfig
@@ -53,25 +54,17 @@ def test_rounding_costs_about_one_percent_of_a_product(library):
     assert 0.001 < error < 0.02
 
 
-def test_a_row_does_not_depend_on_the_other_rows(library):
-    x = torch.randn(90, 256)
-    linear = NativeLinear(library, torch.randn(96, 256), quantization="int8")
-    assert torch.equal(linear(x)[:5], linear(x[:5]))
-
-
-def test_int8_takes_less_memory_and_gives_nearly_the_same_logprobs(library):
-    prompt = list(range(40, 70))
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    results = []
-    for quantization in (None, "int8"):
+def test_rounded_weights_take_less_memory_and_give_nearly_the_same_tokens(library):
+    params, results = SamplingParams(temperature=0, max_tokens=1, logprobs=5), []
+    for quantization in (None, "int8", "int4"):
         engine = LLMEngine(EngineConfig(quantization=quantization, max_model_len=128, dtype="float32"))
-        engine.add_request("0", prompt, params)
-        outputs = engine.step()
-        results.append((engine.plan.weight_bytes, outputs[0].samples[0].logprobs[0]))
-    (wide, exact), (narrow, close) = results
-    assert narrow < 0.6 * wide
-    assert close.token_id == exact.token_id
-    assert abs(close.logprob - exact.logprob) < 0.3
+        [output] = outputs_of(engine, [list(range(40, 70))], params)
+        results.append((engine.plan.weight_bytes, output.samples[0].logprobs[0]))
+    (wide, exact), (narrow, eight), (narrowest, four) = results
+    assert narrowest < narrow < 0.6 * wide
+    assert eight.token_id == exact.token_id
+    assert abs(eight.logprob - exact.logprob) < 0.3
+    assert four.token_id in {token for token, _ in eight.top}
 
 
 def test_int8_is_refused_where_the_native_decoder_does_not_run():
