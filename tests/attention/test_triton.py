@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import run_interpreted
+from interpreter import plain, run_interpreted
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
 TESTS = Path(__file__).parent
 
@@ -87,3 +89,40 @@ def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeyp
     assert device.item_split[:num_items].tolist() == host.item_split[:num_items].tolist()
     assert device.item_split[:num_items].tolist() == [split for of_seq in splits for split in of_seq]
     assert device.capacity == len(totals) * {None: 16, 1: 1, 300: 3}[window]
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["other_ptr"])
+def some_kernel(x_ptr, other_ptr, stride, count, factor, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place * stride, mask=place < count) * factor
+    if ADD:
+        x += tl.load(other_ptr + place)
+    tl.store(x_ptr + place * stride, x)
+
+
+@plain
+def test_known_launches_have_the_kernel_and_the_arguments_of_tritons_own(monkeypatch):
+    """Through a driver that is not there: launches that skip triton's look-up are its own."""
+    from fake_driver import FakeDriver
+
+    from pagedcli.attention.triton_launch import Launcher
+
+    driver, launch = FakeDriver().install(monkeypatch), Launcher()
+    memory, other = torch.zeros(64), torch.zeros(64)
+    all_constants = {"BLOCK": 16, "ADD": True}, {"BLOCK": 16, "ADD": False}
+    for constants in all_constants:
+        for x, stride, count in (
+            (memory, 16, 16),
+            (memory[1:], 16, 3),
+            (memory, 1, 1),
+            (memory, 6, 32),
+            (memory, 16, 1),
+        ):
+            arguments = x, other[count % 2 :], stride, count, 0.5
+            for _ in range(2):
+                launch(some_kernel, (3, 1, 1), arguments, constants, num_warps=1)
+            some_kernel[(3,)](*arguments, **constants, num_warps=1)
+            ours, again, theirs = driver.launches
+            assert ours == again == theirs
+            driver.launches.clear()
+    assert len(launch._known) == 2 * 4

@@ -1,15 +1,19 @@
-"""The Triton product with quantized weights: equal to its twin in the interpreter."""
+"""The Triton product with quantized weights and with the blocks of GGUF files: every number is the checkpoint's."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf_files import gguf, random_blocks
 from interpreter import interpreted
 from quantized_zoo import exact_activations, random_float8, random_weight
 
 from pagedcli.errors import ModelError
 from pagedcli.layers.quantized import E2M1
+from pagedcli.models.gguf.types import TYPES
+from pagedcli.models.gguf.weights import numbers
 
 pytest.importorskip("triton")
 FP8 = torch.float8_e4m3fn
@@ -138,3 +142,21 @@ def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
         assert torch.equal(TritonLinear(weight)(torch.eye(16, dtype=dtype)), weight.codes.to(dtype).T)
     with pytest.raises(ModelError, match="not a number"):
         TritonLinear(CodedWeight(numbers.view(FP8), 8, torch.ones(16, 1), 0, 16))
+
+
+@interpreted
+@pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if kind.in_triton])
+def test_a_product_has_the_numbers_of_the_file_and_takes_the_bytes_of_the_table(number):
+    from pagedcli.layers.triton_products import TritonLinear, unpacked_weight
+
+    kind, rows = TYPES[number], 40
+    raw = random_blocks(gguf.GGMLQuantizationType(number), rows, 512, np.random.default_rng(number))
+    module = {"weight": torch.from_numpy(raw).reshape(rows, -1, kind.num_bytes)}
+    linear = kind.linear([module], None, torch.float32, "triton")
+    assert isinstance(linear, TritonLinear)
+    assert linear.nbytes == kind.kept_bytes((rows, 512), 4, "triton")
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(unpacked_weight(linear._weight, dtype), numbers(module["weight"], kind, dtype))
+    x = exact_activations(3, 512) / 127
+    exact = x.double() @ numbers(module["weight"], kind, torch.float32).double().T
+    torch.testing.assert_close(linear(x).double(), exact, rtol=1e-5, atol=1e-3)

@@ -8,7 +8,7 @@ import transformers
 from harness.engine import loaded, logits_of, transformers_logits
 from model_zoo import RECURRENT_FAMILIES, cached_model, nested, tiny_model
 from quick import slow_but
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
@@ -50,22 +50,6 @@ def test_the_language_model_of_a_larger_checkpoint_is_read_and_the_rest_is_named
     [note] = model.notes
     assert note.startswith("2 tensors of the checkpoint are not read")
     assert note.endswith("model.visual.* and mtp.*")
-
-
-def test_experts_may_be_stacked_in_one_tensor(tmp_path, tmp_path_factory):
-    path, stacked = cached_model("qwen3_5-moe", tmp_path_factory), tmp_path / "stacked"
-    stacked.mkdir()
-    (stacked / "config.json").write_text((path / "config.json").read_text())
-    tensors = load_file(path / "model.safetensors")
-    for layer in range(4):
-        name = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{name}.{i}.{part}_proj.weight") for i in range(8)])
-            for part in ("gate", "up", "down")
-        )
-        tensors |= {f"{name}.gate_up_proj": torch.cat((gate, up), dim=1), f"{name}.down_proj": down}
-    save_file(tensors, stacked / "model.safetensors")
-    assert largest_difference(logits_of(stacked, "reference"), logits_of(path, "reference")) == 0
 
 
 def test_a_state_counts_all_layers_that_keep_one(tmp_path_factory):

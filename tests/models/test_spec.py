@@ -52,17 +52,6 @@ def refusal_of(path, **fields):
     return caught.value.message
 
 
-def test_a_bare_llama_config_gets_the_defaults_of_its_family(tmp_path):
-    spec = spec_of(tmp_path)
-    assert (spec.num_kv_heads, spec.head_dim, spec.max_position_embeddings) == (8, 8, 2048)
-    assert (spec.norm.eps, spec.rope) == (1e-6, RopeSpec(type="default", theta=10000.0))
-    assert (spec.bos_token_id, spec.eos_token_ids, spec.dtype) == (1, (2,), "float32")
-    assert not spec.is_fallback
-    [layer] = {replace(layer, number=0) for layer in spec.layers}
-    assert {spec.tie_word_embeddings, layer.mixer.qkv_bias, layer.mixer.out_bias, layer.mlp.bias} == {False}
-    assert layer.mixer.qk_norm == "none"
-
-
 COMPOSED = [
     family
     for family in (*COMPOSED_FAMILIES, *DATA_FAMILIES)

@@ -53,23 +53,6 @@ def test_shards_give_the_same_weights_as_one_file(tmp_path, tmp_path_factory):
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
-def test_projections_are_stacked_in_order(folder):
-    stored = load_file(folder / "model.safetensors")
-    tensors = tensors_of(folder)
-    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
-    for kind in ("weight", "bias"):
-        qkv = torch.cat([stored[f"{attention}{part}_proj.{kind}"] for part in "qkv"])
-        gate_up = torch.cat([stored[f"{mlp}{part}_proj.{kind}"] for part in ("gate", "up")])
-        assert torch.equal(tensors[f"layers.1.qkv.{kind}"], qkv)
-        assert torch.equal(tensors[f"layers.1.gate_up.{kind}"], gate_up)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_rounded_once_to_the_asked_dtype(folder, dtype):
-    exact, rounded = tensors_of(folder), tensors_of(folder, dtype=dtype)
-    assert all(torch.equal(rounded[key], exact[key].to(dtype)) for key in exact)
-
-
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [

@@ -9,13 +9,16 @@ import pytest
 from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
 
+from pagedcli.answers.fits import block_formula
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
+from pagedcli.events import EngineStarted
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu, described_host
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
+from pagedcli.views.cache_groups import group_words
 
 
 @pytest.mark.parametrize(
@@ -93,3 +96,17 @@ def test_an_engine_that_is_dropped_gives_its_cache_back_at_once(emit):
         assert cache() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_token_takes_one_latent_and_one_rotary_key_per_layer(family, tmp_path_factory):
+    token_bytes, events = 3 * (40 + 8) * 4, []  # 3 layers, whose latents have 40 numbers and rotary keys 8
+    path = cached_model(family, tmp_path_factory)
+    engine = make_engine(path, block_size=16, num_kvcache_blocks=20, emit=events.append)
+    assert engine.plan.block_bytes == 16 * token_bytes
+    assert engine.runner.kv_cache.nbytes == 20 * 16 * token_bytes
+    [started] = [event for event in events if isinstance(event, EngineStarted)]
+    [group] = started.groups
+    assert "latent 48 per token and layer" in group_words(started, 0)
+    expected = "3 layers x 16 tokens x 48 latent per token and layer x 4 bytes = 9,216"
+    assert block_formula(group, 16, "float32") == expected

@@ -3,6 +3,7 @@ private is no hit."""
 
 import random
 import shutil
+from itertools import islice
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import torch
 from harness.core import check_events
 from harness.engine import outputs_of, ragged_prompts, run
 from model_zoo import cached_model, tiny_model
+from power_loss import left_behind
 
 from pagedcli import content_files
 from pagedcli.config import EngineConfig
@@ -355,3 +357,36 @@ def test_a_bound_that_is_too_small_changes_no_row(path, tmp_path):
         assert found == expected
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= num_bytes
     assert facts.num_written_blocks or facts.not_kept
+
+
+@pytest.mark.parametrize(
+    ("family", "file_bytes", "bound", "every"),
+    [
+        ("qwen3", 2**26, None, 9),
+        pytest.param("qwen3", 2**26, None, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 10_000, None, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 10_000, 25_000, 1, marks=pytest.mark.slow),  # files are removed, too
+        pytest.param("qwen3_5", 10_000, None, 1, marks=pytest.mark.slow),  # blocks and states
+    ],
+)
+def test_after_a_power_cut_no_row_is_wrong_or_lost(
+    family, file_bytes, bound, every, tmp_path_factory, tmp_path, monkeypatch
+):
+    """Whatever it leaves of unsynced files and of their names: no folder is above its bound, and each file is whole or
+    not there."""
+    path, folder = cached_model(family, tmp_path_factory), tmp_path / "store"
+    prompts = ragged_prompts(vocab_size=100)
+    folder.mkdir()
+    monkeypatch.setattr(core_store, "FILE_BYTES", file_bytes)
+    expected, *_ = outcome(engine_with(path), prompts)
+    engine = engine_with(path, folder, prefix_store_size=bound)
+    num_read, numbers = 0, set()
+    for number, _, _ in islice(left_behind(folder, lambda: outcome(engine, prompts)), 0, None, every):
+        rows, facts, _ = outcome(engine_with(path, folder, prefix_store_size=bound), prompts)
+        assert rows == expected
+        assert bound is None or sum(each.stat().st_size for each in folder.iterdir()) <= bound
+        assert not facts.not_used
+        num_read += facts.num_read_blocks
+        numbers.add(number)
+    assert max(numbers) >= (2 if file_bytes == 2**26 else 6)  # of each file the content and the name
+    assert num_read
