@@ -220,7 +220,7 @@ def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
     if form == "floats":
         options["biases"] = noise(num_experts, 2 * inner), noise(num_experts, width)
     experts = GroupedExperts(some(2 * inner, width), some(width, inner), Routing(2, renormalize=True), **options)
-    x, logits = noise(2, width), logits_of(2, num_experts)
+    x, logits = noise(1, width), logits_of(1, num_experts)
     found = experts(x, logits, None, None)
     num_parts, parts_of_inputs = [], triton_experts.parts_of_inputs
     monkeypatch.setattr(

@@ -30,6 +30,7 @@ def check_prediction(family, tmp_path, **settings):
     assert decision.terms.weights == engine.plan.weight_bytes
 
 
+@pytest.mark.slow_cases("*-float32-auto")
 @pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -119,6 +119,7 @@ def biases(names):
     return {each[1] for each in found if each is not None and "experts" not in each[1]}
 
 
+@pytest.mark.slow_cases(*(f"{family}-*" for family in DATA_FAMILIES))
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize("family", BIASED)
 def test_a_field_about_biases_means_what_transformers_takes_it_for(family, value, tmp_path, tmp_path_factory):

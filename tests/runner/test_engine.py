@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from harness.engine import make_engine, ragged_prompts, run
 from model_zoo import cached_model
+from msgspec import structs
 
 from pagedcli.answers.fits import block_formula
 from pagedcli.config import EngineConfig
@@ -39,19 +40,26 @@ def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(tmp_
     assert resolve(max_num_batched_tokens=7) == 7
 
 
+SAMPLES = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The samples of each prompt in an engine of its own."""
+    path = cached_model("qwen3", tmp_path_factory)
+    return path, [run(make_engine(path), [prompt], SAMPLES)[0] for prompt in ragged_prompts(6)]
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "variant", [{}, {"num_kvcache_blocks": 24}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}]
 )
-def test_samples_depend_on_seed_and_index_alone(tmp_path_factory, variant):
-    path = cached_model("qwen3", tmp_path_factory)
-    params = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
-    prompts = ragged_prompts(6)
-    alone = [run(make_engine(path), [prompt], params)[0] for prompt in prompts]
-    assert run(make_engine(path, **variant), prompts, params) == alone
-    assert len({tuple(sample) for sample in alone[0]}) == 3
-    single = SamplingParams(temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
-    assert run(make_engine(path), prompts[:1], single)[0][0] == alone[0][0]
+def test_samples_depend_on_seed_and_index_alone(alone, variant):
+    path, expected = alone
+    assert run(make_engine(path, **variant), ragged_prompts(6), SAMPLES) == expected
+    assert len({tuple(sample) for sample in expected[0]}) == 3
+    single = structs.replace(SAMPLES, n=1)
+    assert run(make_engine(path), ragged_prompts(6)[:1], single)[0][0] == expected[0][0]
 
 
 def test_requests_without_a_seed_differ_and_runs_repeat(tmp_path_factory):

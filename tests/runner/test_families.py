@@ -77,7 +77,7 @@ KINDS = {
     "layers": Kind(
         models=same(*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *DATA_FAMILIES), prompts=ragged_prompts(5), num_new=64,
         max_model_len=128, hard={"chunked_prefill_size": 7}, pools=dict.fromkeys(range(1, 9), 14),
-        quick=("llama-yarn", "qwen3", "granite", "phi3"), quick_easy=("llama-yarn", "qwen3"),
+        quick=("llama-yarn", "qwen3", "granite", "phi3"), quick_easy=("qwen3",),
         easy=[
             {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 200},
             {"block_size": 256},
@@ -97,7 +97,7 @@ KINDS = {
             "cohere2_moe-rms": ("cohere2_moe-rms", {"num_hidden_layers": 4}),
         },
         **WINDOW, num_new=64, hard={"chunked_prefill_size": 7, "block_size": 4}, pools={1: 20, 2: 50, 3: 70, 4: 90},
-        quick=("starcoder2", "laguna"), quick_easy=("mistral", "phi3", "granite_swa", "qwen2", "starcoder2", "laguna"),
+        quick=("starcoder2", "laguna"), quick_easy=("mistral", "phi3", "laguna"),
         easy=[
             {"enable_prefix_caching": False, "block_size": 1},
             {"block_size": 16, "chunked_prefill_size": 7},

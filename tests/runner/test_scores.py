@@ -94,7 +94,10 @@ def model(request, tmp_path_factory):
     return path, whole(path, rows())
 
 
-@pytest.mark.slow_cases("sinks and experts-*")
+LIKE_OTHERS = ("sinks and experts-*", "experts-*", "mamba-*", "convolution-*")
+
+
+@pytest.mark.slow_cases(*LIKE_OTHERS)
 @pytest.mark.parametrize(
     "config",
     [
@@ -125,7 +128,7 @@ def test_scores_are_those_of_prompt_logprobs_bit_for_bit(model, config):
     assert engine.stats.num_computed_tokens == num_computed(requests, [output.num_cached_tokens for output in found])
 
 
-@pytest.mark.slow_cases("sinks and experts-*")
+@pytest.mark.slow_cases(*LIKE_OTHERS)
 @pytest.mark.bits
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 1.3, 2])
@@ -152,7 +155,7 @@ def test_preemptions_change_no_bit(model, num_sequences, ahead):
         assert by_default(engine.stats.num_recomputed_tokens > 0)
 
 
-@pytest.mark.slow_cases("windows")
+@pytest.mark.slow_cases("windows", "sinks and experts", "mamba", "convolution")
 def test_they_are_those_of_transformers(model):
     path, expected = model
     check_with_transformers(path, expected)

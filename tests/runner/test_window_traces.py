@@ -29,7 +29,7 @@ def fill(sim, seed=0, num_requests=8):
     return sim
 
 
-@pytest.mark.slow_cases("*-windows4")
+@pytest.mark.slow_cases("*-windows4", "True-windows1", "True-windows3")
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_trace_with_windows_obeys_every_law(windows, runs_ahead):
