@@ -95,14 +95,6 @@ def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal
     assert "1 tensor of the checkpoint is not read, of which transformers makes no use" in engine.plan.notes
 
 
-@pytest.mark.parametrize("sliding_window", [3, 40])
-def test_a_sliding_window_is_exact_through_transformers(sliding_window, tmp_path):
-    path = tiny_model("phi3", tmp_path, sliding_window=sliding_window)
-    model = load(path, max_model_len=128)
-    assert {layer.window for layer in model.attention_layers} == {sliding_window}
-    assert_same_logits(logits_of(path, "reference", max_model_len=128, read=read_spec), transformers_logits(path))
-
-
 def test_rope_that_depends_on_the_longest_neighbour_runs_while_it_does_not(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
     path = tiny_model("phi3", tmp_path, original_max_position_embeddings=100, rope_parameters=rope)

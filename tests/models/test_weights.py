@@ -136,9 +136,3 @@ def test_dummy_weights_need_only_the_config_and_repeat_by_seed(folder):
     assert loaded(folder, "reference", load_format="dummy")[0].weight_bytes == sum(
         tensor.nbytes for tensor in first.values()
     )
-
-
-def test_dummy_noise_does_not_repeat_between_its_blocks(monkeypatch, folder):
-    monkeypatch.setattr(DummyWeights, "_BLOCK", 64)
-    rows = tensors_of(folder, DummyWeights(0))["lm_head"]
-    assert len(rows.unique(dim=0)) == len(rows)

@@ -98,16 +98,6 @@ def test_cache_directory_is_private(monkeypatch, tmp_path):
         build.cache_directory()
 
 
-def test_unwritable_cache_is_replaced_for_this_process_and_said(monkeypatch, tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("a file where the cache directory should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    directory, notes = build.cache_directory()
-    assert directory.is_dir()
-    assert "not writable" in notes[0]
-    directory.rmdir()
-
-
 @pytest.fixture
 def quick(tmp_path):
     """A compiler that makes a small library at once, whatever it is given."""

@@ -71,19 +71,6 @@ def test_requests_without_a_seed_differ_and_runs_repeat(tmp_path_factory):
     assert run(make_engine(path, seed=1), [[5, 6, 7]] * 3, params) != first
 
 
-def test_whole_prompt_in_the_cache_computes_one_token_and_gives_the_same(tmp_path_factory):
-    path = cached_model("llama", tmp_path_factory)
-    prompt = list(range(10, 42))  # two blocks exactly
-    engine = make_engine(path)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    first = run(engine, [prompt], params)
-    engine.add_request("again", prompt, params)
-    assert engine.scheduler.schedule(0).num_new_tokens == [1]
-    engine = make_engine(path)
-    assert run(engine, [prompt, prompt], params) == first * 2
-    assert engine.stats.num_cached_tokens == 31
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [({"max_model_len": 513}, "512"), ({"device": "cuda:9"}, "cuda"), ({"kv_cache_memory": 10}, "no KV block fits")],

@@ -11,7 +11,6 @@ from model_zoo import cached_model, tiny_model
 from quantized_zoo import FORMATS, quantized_twins
 from quick import slow_but
 
-from pagedcli import content_files
 from pagedcli.runner import weight_cache
 from pagedcli.sampling_params import SamplingParams
 
@@ -177,11 +176,3 @@ def test_generate_says_what_is_kept_used_and_damaged(tmp_path, kept):
     damaged, again = said()
     assert "are not used: other bytes than were written" in damaged
     assert "are kept in" in again
-
-
-def test_a_file_that_takes_seconds_to_read_is_named_before(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(content_files, "_SAID_BYTES", 999)
-    (tmp_path / "weights.gguf").write_bytes(bytes(1000))
-    with caplog.at_level("INFO", "pagedcli"):
-        content_files.file_digest(tmp_path / "weights.gguf")
-    assert "weights.gguf once (1,000 B)" in caplog.text
