@@ -6,9 +6,10 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from harness.engine import make_engine, ragged_prompts, run
-from model_zoo import cached_model
+from harness.engine import make_engine, outputs_of, ragged_prompts, run
+from model_zoo import cached_model, tiny_model
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 
 from pagedcli.answers.fits import block_formula
 from pagedcli.config import EngineConfig
@@ -105,3 +106,31 @@ def test_a_token_takes_one_latent_and_one_rotary_key_per_layer(family, tmp_path_
     assert "latent 48 per token and layer" in group_words(started, 0)
     expected = "3 layers x 16 tokens x 48 latent per token and layer x 4 bytes = 9,216"
     assert block_formula(group, 16, "float32") == expected
+
+
+@pytest.fixture(scope="module")
+def with_nan(tmp_path_factory):
+    """A model with NaN in the embedding of token 7."""
+    path = tiny_model("llama-untied", tmp_path_factory.mktemp("nan"))
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_p": 0.9, "logprobs": 2}], ids=str
+)
+def test_only_the_request_that_meets_nan_ends_with_an_error(with_nan, ahead, backend, options):
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logit_bias={7: -100.0}, **options)
+    prompts = [[5, 6, 8], [5, 7, 8], [9, 10]]
+    config = {"async_scheduling": ahead, "attention_backend": backend, "num_kvcache_blocks": 64}
+    first, bad, last = outputs_of(make_engine(with_nan, **config), prompts, params)
+    assert bad.error.code == "invalid_logits"
+    assert bad.samples[0].finish_reason == "error"
+    for output, prompt in ((first, prompts[0]), (last, prompts[2])):
+        [alone] = outputs_of(make_engine(with_nan, **config), [prompt], params)
+        assert output.error is None
+        assert output.samples[0].token_ids == alone.samples[0].token_ids

@@ -19,7 +19,7 @@ from model_zoo import nested, tiny_model
 from test_families import KINDS
 
 from pagedcli.config import EngineConfig
-from pagedcli.errors import BackendError, ModelError
+from pagedcli.errors import BackendError
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu
@@ -99,25 +99,6 @@ def test_text_of_a_multimodal_checkpoint(models, tmp_path):
     engine = make_engine(nested(path, tmp_path / "whole", *names, others=others), block_size=16, max_model_len=160)
     assert any("2 tensors of the checkpoint are not read" in note for note in engine.plan.notes)
     assert run(engine, PROMPTS[:2], GREEDY) == expected[:2]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_kv_shared_layers": 5}, "not all of the last 5 layers"),
-        ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100"),
-        ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "3 key/value heads of size 32"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
-        ({"use_bidirectional_attention": ["vision"]}, "use_bidirectional_attention is ['vision']"),
-        ({"enable_moe_block": True}, "num_experts is None"),
-    ],
-)
-def test_configs_that_cannot_be_are_refused(models, tmp_path, changes, message):
-    path, _ = models("gemma4-e2b")
-    config = json.loads((path / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=re.escape(message)):
-        read_spec(tmp_path)
 
 
 def test_on_cuda_it_runs_on_triton_and_backends_that_cannot_run_it_say_so(models):

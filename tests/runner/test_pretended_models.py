@@ -142,6 +142,7 @@ LOOPS = [
     ("dense", {"attention_backend": "sdpa", "num_kvcache_blocks": 9}),
     ("dense", {"chunked_prefill_size": 8}),  # the last piece of a prompt that two samples share is one token: a graph
     ("recurrent", {"num_state_slots": 10, "chunked_prefill_size": 9}),
+    ("shared K/V", {"num_kvcache_blocks": 14, "enforce_eager": True}),  # preempted
 ]
 
 
@@ -153,23 +154,6 @@ def test_all_that_a_row_may_ask_in_other_loops_and_pools(kind, options, tmp_path
     path = tiny_model(family, tmp_path / "model", **sizes)
     expected = answers(path)
     assert answers(path, gpu, **options) == {name: pytest.approx(each, abs=2e-3) for name, each in expected.items()}
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False, "chunked_prefill_size": 7}], ids=str)
-def test_preempted_eager_steps_give_the_tokens_of_the_reference(options, tmp_path, gpu):
-    """Of the two groups of a sequence of 40 tokens one holds three blocks, the other those of the window."""
-    family, sizes = KINDS["shared K/V"]
-    path, prompts = (
-        tiny_model(family, tmp_path / "model", **sizes),
-        [[5 + i for i in range(length)] for length in (15, 18)],
-    )
-    params = SamplingParams(temperature=0, max_tokens=22, ignore_eos=True)
-    expected = run(make_engine(path), prompts, params)
-    engine = make_engine(path, gpu, num_kvcache_blocks=6, max_model_len=44, enforce_eager=True, **options)
-    assert run(engine, prompts, params) == expected
-    assert engine.stats.num_preemptions > 0
 
 
 @interpreted
@@ -191,21 +175,6 @@ def test_every_format_of_checkpoints(name, backend, tmp_path, gpu):
     assert run(engine, PROMPTS, PARAMS) == tokens(plain)
     check_no_waits(engine, gpu)
     assert name != "awq" or any("kept so; activations are not rounded" in note for note in engine.model.notes)
-
-
-PACKED = ("gptq-8bit", "awq", "pack-int4", "int8", "fp8-block", "mxfp8", "nvfp4")
-PACKED_KINDS = ("windows", "experts", "shared K/V", "recurrent", "convolution")
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), list(product(PACKED_KINDS, PACKED)))
-def test_formats_of_checkpoints_of_every_kind(kind, name, tmp_path, gpu):
-    family, sizes = KINDS[kind]
-    wide = {"intermediate_size": 128, **({"moe_intermediate_size": 128} if kind == "experts" else {})}
-    model = tiny_model(family, tmp_path / "model", **sizes, **wide)
-    packed, plain = quantized_twins(model, tmp_path, *FORMATS[name])
-    assert tokens(packed, gpu) == tokens(plain)
 
 
 GGUF = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
