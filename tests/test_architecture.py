@@ -30,7 +30,7 @@ COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
     "errors": set(),
-    "process": {"errors"},
+    "process": set(),
     "events": {"errors"},
     "printable": set(),
     "records": {"printable"},

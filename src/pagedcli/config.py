@@ -254,8 +254,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The batch run: chats, rows and errors."""
 
     system_prompt: Annotated[
-        str | None,
-        _rows("System prompt for chats that have none", metavar="TEXT|@FILE", reads="text"),
+        str | None, _rows("System prompt for chats that have none", metavar="TEXT|@FILE", reads="text")
     ] = None
     tools: Annotated[
         list[dict[str, Any]] | None,
@@ -272,12 +271,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         InputFormat, _rows("Input format, e.g. for stdin; auto: by the file name", affects_rows=False)
     ] = "auto"
     field: Annotated[
-        str | None,
-        _rows(
-            "Input field that holds the prompt",
-            metavar="NAME",
-            default="prompt or messages",
-        ),
+        str | None, _rows("Input field that holds the prompt", metavar="NAME", default="prompt or messages")
     ] = None
     template: Annotated[
         str | None,
@@ -304,18 +298,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, _rows("Add metrics to each output row: queue time, TTFT, TPOT, total time, preemptions")
     ] = False
     keep_reasoning: Annotated[
-        bool,
-        _rows(
-            "Return marked reasoning as reasoning_content instead of dropping it",
-            has_flag=False,
-        ),
+        bool, _rows("Return marked reasoning as reasoning_content instead of dropping it", has_flag=False)
     ] = True
     parse_tool_calls: Annotated[
-        bool,
-        _rows(
-            "Return tool calls as tool_calls instead of leaving them in the text",
-            has_flag=False,
-        ),
+        bool, _rows("Return tool calls as tool_calls instead of leaving them in the text", has_flag=False)
     ] = True
     order: Annotated[Order, _rows("Order of the output rows", affects_rows=False)] = "input"
     reorder: Annotated[
@@ -333,8 +319,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = None
     deduplicate: Annotated[
-        bool,
-        _rows("Compute identical rows only once, if they are greedy or have a seed", affects_rows=False),
+        bool, _rows("Compute identical rows only once, if they are greedy or have a seed", affects_rows=False)
     ] = False
     limit: Annotated[int | None, _rows("Read only the first N rows of the input", at_least=1, affects_rows=False)] = (
         None

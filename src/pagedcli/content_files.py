@@ -144,12 +144,7 @@ class ContentFolder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        most_bytes: int | None = None,
-        most_age_s: float | None = None,
-        spares_disk: bool = False,
+        self, path: Path, *, most_bytes: int | None = None, most_age_s: float | None = None, spares_disk: bool = False
     ) -> None:
         self.path, self.most_bytes, self.most_age_s = path, most_bytes, most_age_s
         self._spares_disk = spares_disk or most_bytes is None

@@ -5,6 +5,7 @@ a file of another kind is never replaced by one of them.
 """
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -176,10 +177,10 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
 
     Raises: OSError if it cannot be read, has more bytes, or is a pipe that nobody writes to for a while.
     """
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for its writer
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     with open(fd, "rb", buffering=0) as file:
         is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
-        if not is_pipe and os.name != "nt":
+        if not is_pipe:
             os.set_blocking(fd, True)
         content = bytearray()
         while len(content) <= most_bytes:
@@ -199,8 +200,6 @@ def cache_home() -> Path:
 
 def is_ours_alone(folder: Path) -> bool:
     """Whether a folder is this user's and no other can write to it. Raises: OSError."""
-    if os.name == "nt":
-        return True
     about = folder.stat()
     return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -249,8 +248,6 @@ class PendingFile:
             raise FileExistsError(errno.EEXIST, "the file has been created meanwhile", str(self.path))
         if self.temporary is None:
             self.temporary = _give_hidden_name(self.file, self.path)
-        if os.name == "nt":  # Windows renames no open file.
-            self.file.close()
         os.replace(self.temporary, self.path)
         self.file.close()
         if self._durable:
@@ -301,10 +298,6 @@ def is_in_use(path: Path) -> bool:
 
 def lock(file: BinaryIO | int) -> bool:
     """Lock a file until it is closed or its process has ended. Returns False if another has locked it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no advisory locks
-        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -30,6 +30,7 @@ _FREE_BYTES = 1 << 28  # decompressed bytes before the ratio is checked
 _ZSTD_LEVEL = 3
 MOST_BLANK_LINES = 1_000_000  # one after another: a small compressed file may hold billions
 _BLANK_BYTES = 64  # a longer line is not looked at
+COPIES = "pagedcli-"  # begins the names of folders that hold a copy of a pipe, until the process ends
 
 
 class LineWriter:
@@ -92,8 +93,8 @@ class LineReader:
         return f"{self.path}: the file is empty, not a {self._what}"
 
     def rescue_hint(self, num_lines: int) -> str | None:
-        """How to keep the lines before damage; None: there are none."""
-        if not num_lines:
+        """How to keep the lines before damage; None: there are none, or what the user has is a pipe."""
+        if not num_lines or is_copy(self.path):
             return None
         path, head = self.path, f"head -n {num_lines}"
         whole = path.with_name(path.name.removesuffix(".zst").removesuffix(".jsonl") + ".whole.jsonl")
@@ -191,6 +192,11 @@ def first_decompressed(content: bytes, num_bytes: int) -> bytes:
         return zstd.ZstdDecompressor().decompress(content, max_length=num_bytes)
     except zstd.ZstdError:
         return content
+
+
+def is_copy(path: Path) -> bool:
+    """Whether a file is the copy of a pipe."""
+    return path.parent.name.startswith(COPIES)
 
 
 def has_compressed_name(path: Path, what: str) -> bool:

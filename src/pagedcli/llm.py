@@ -15,7 +15,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from pagedcli.batch.chat_template import read_template
 from pagedcli.batch.grammar import Grammars, Guides
-from pagedcli.batch.requests import Message, read_messages
+from pagedcli.batch.requests import ChatMessage, read_messages
 from pagedcli.batch.scoring import Continuation, Score, best_of, encode_pair
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import BUILTIN_MODEL
@@ -247,7 +247,7 @@ class LLM(Closes):
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,

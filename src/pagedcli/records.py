@@ -21,7 +21,7 @@ from msgspec import UNSET, UnsetType
 
 from pagedcli.printable import byte_text, percent_text, seconds_text
 
-Kind = Literal["int", "float", "text", "bool", "ints", "texts"]
+ColumnKind = Literal["int", "float", "text", "bool", "ints", "texts"]
 
 
 def text(value: object) -> str:
@@ -92,7 +92,7 @@ class Column:
     header: str  # readable, with the unit
     show: Callable[[Any], str] = text
     words: bool = False  # left-aligned although it has its own `show`
-    kind: Kind = "text"
+    kind: ColumnKind = "text"
     meaning: str = ""
     unit: str = ""
 
@@ -124,8 +124,8 @@ def as_row(record: object) -> dict[str, Any]:
     return {name: value for name, value in values if value is not UNSET}
 
 
-_KINDS: dict[Any, Kind] = {bool: "bool", int: "int", float: "float"}
-_SHOWN: dict[Kind, Callable[[Any], str]] = {"int": count, "float": decimal}
+_KINDS: dict[Any, ColumnKind] = {bool: "bool", int: "int", float: "float"}
+_SHOWN: dict[ColumnKind, Callable[[Any], str]] = {"int": count, "float": decimal}
 
 
 def _column(name: str, hint: Any) -> Column:

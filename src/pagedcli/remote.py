@@ -165,10 +165,7 @@ class Remote:
             start_s = time.monotonic()
             limit_s = max(0.1, min(self.timeout_s, end_s - start_s))
             try:
-                async with (
-                    asyncio.timeout(limit_s),
-                    self._http.stream(method, self._url + path, json=body) as response,
-                ):
+                async with asyncio.timeout(limit_s), self._http.stream(method, self._url + path, json=body) as response:
                     response.extensions["waited_s"] = time.monotonic() - start_s
                     await self._check_status(response)
                     yield response

@@ -90,8 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: Annotated[bool, _key("Keep the stop string in the output", has_flag=False)] = False
     n: Annotated[int, _key("Number of samples per prompt, or of beams to return", at_least=1, at_most=MAX_SAMPLES)] = 1
     beam_width: Annotated[
-        int | None,
-        _key("Beam search with this many beams", default="no beam search", at_least=1, at_most=MAX_BEAMS),
+        int | None, _key("Beam search with this many beams", default="no beam search", at_least=1, at_most=MAX_BEAMS)
     ] = None
     length_penalty: Annotated[
         float,

@@ -21,14 +21,16 @@ DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
 
 def parse(line, *, defaults=DEFAULTS, strict=False, parser=None):
     document = decode_line(line if isinstance(line, bytes) else line.encode())
-    return (parser or RequestParser(defaults, strict=strict)).parse(document, checked_shape(document))
+    [prompt] = prompts_of(document, parser or RequestParser(defaults, strict=strict))
+    return prompt
 
 
-def checked_shape(document):
+def prompts_of(document, parser):
     row = BatchRow(Line(0, 1, b"", 0))
     if (wrong := row.read_head(document, Columns())) is not None:
         raise wrong
-    return row.shape
+    parser.parse(document, row)
+    return row.prompts
 
 
 def chat_line(body='{"messages": [{"role": "user", "content": "hi"}]}', url="/v1/chat/completions"):
@@ -142,17 +144,17 @@ def test_rows_that_are_added_while_a_file_is_read_are_left_for_another_run(tmp_p
 
 
 def test_plain_lines_hold_text_or_token_ids():
-    assert parse('{"prompt": "hi"}').prompts == ["hi"]
-    assert parse('{"prompt": [1, 2]}').prompts == [[1, 2]]
+    assert parse('{"prompt": "hi"}').text == "hi"
+    assert parse('{"prompt": [1, 2]}').token_ids == [1, 2]
     assert parse('{"prompt": "hi"}').params is DEFAULTS
 
 
 def test_a_line_overrides_sampling_by_name_and_by_openai_alias():
-    request = parse(
+    prompt = parse(
         '{"prompt": "hi", "max_completion_tokens": 3, "temperature": 1, "stop": ["a"], "n": 2, "top_k": null}'
     )
-    assert request.params == SamplingParams(temperature=1.0, max_tokens=3, stop=["a"], n=2)
-    assert request.max_tokens_given
+    assert prompt.params == SamplingParams(temperature=1.0, max_tokens=3, stop=["a"], n=2)
+    assert not prompt.lowers_max_tokens
 
 
 def test_logit_bias_keys_are_token_ids_written_as_strings():
@@ -189,8 +191,8 @@ def test_a_system_prompt_is_put_before_chats_that_have_none():
 
 
 def test_completions_take_a_list_of_one_prompt():
-    assert parse(chat_line('{"prompt": ["x"]}', "/v1/completions")).prompts == ["x"]
-    assert parse(chat_line('{"prompt": [[1, 2]]}', "/v1/completions")).prompts == [[1, 2]]
+    assert parse(chat_line('{"prompt": ["x"]}', "/v1/completions")).text == "x"
+    assert parse(chat_line('{"prompt": [[1, 2]]}', "/v1/completions")).token_ids == [1, 2]
 
 
 def test_min_tokens_above_the_default_max_tokens_raises_it():
@@ -305,10 +307,10 @@ _OBJECTS = st.recursive(
 @given(_OBJECTS)
 def test_any_json_object_is_a_request_or_a_refusal_never_a_crash(document):
     try:
-        request = RequestParser(DEFAULTS).parse(document, checked_shape(document))
+        prompts = prompts_of(document, RequestParser(DEFAULTS))
     except RequestError:
         return
-    assert bool(request.prompts) == (request.messages is None)
+    assert prompts
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,7 +8,7 @@ from harness.engine import original
 from quick import slow_but
 
 from pagedcli.batch import chat_template
-from pagedcli.batch.chat_template import ChatRenderer, is_plain
+from pagedcli.batch.chat_template import ChatRenderer
 from pagedcli.batch.requests import read_messages
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError, UsageError
@@ -82,7 +82,6 @@ def tokenizer():
 @pytest.mark.parametrize("template", slow_but([*BOMBS.values()][::3], BOMBS.values()), ids=BOMBS)
 def test_a_template_that_multiplies_text_is_an_error_of_the_row(tokenizer, monkeypatch, template):
     monkeypatch.setattr(chat_template, "_MAX_RENDER_S", 0.5)
-    assert not is_plain(template)
     with pytest.raises(RequestError) as raised:
         tokenizer.render_chat(CHAT, {"chat_template": template})
     assert raised.value.code == "chat_template_error"
@@ -110,31 +109,27 @@ def test_a_chat_that_exceeds_a_limit_leaves_the_others_as_they_are(tokenizer):
             tokenizer.render_chat(chat, arguments)
 
 
-def test_output_of_a_plain_template_is_bounded_before_it_is_joined(tokenizer):
-    template = "{% for message in messages %}{{ messages[0].content }}{% endfor %}"
-    assert is_plain(template)
-    chat = [{"role": "user", "content": "a" * 2**23}] * 100_000
+def test_output_is_bounded(tokenizer):
+    chat = [{"role": "user", "content": "a" * 2**23}]
     with pytest.raises(RequestError, match="made over 16,777,216 characters"):
-        tokenizer.render_chat(chat, {"chat_template": template})
+        tokenizer.render_chat(chat, {"chat_template": "{{ messages[0].content * 3 }}"})
+    with pytest.raises(RequestError, match="made over 16,777,216 characters"):
+        tokenizer.render_chat(chat * 3, {})
 
 
-@pytest.mark.parametrize("template", [*COMMON.values(), None], ids=[*COMMON, "builtin"])
-def test_common_templates_are_rendered_in_this_process(tokenizer, monkeypatch, template):
+def test_the_built_in_template_is_rendered_in_this_process(tokenizer, monkeypatch):
     monkeypatch.setattr(chat_template._TemplateProcess, "render", None)
-    arguments = {} if template is None else {"chat_template": template}
-    assert "hi" in ChatRenderer(original(tokenizer)).render(CHAT, arguments)
+    assert "hi" in ChatRenderer(original(tokenizer)).render(CHAT, {})
 
 
 @pytest.mark.parametrize("template", [*COMMON.values(), MACRO, "{{ messages[1].content }}{{ messages[0]['\\ud800'] }}"])
 @pytest.mark.parametrize(
     "more", [{}, {"tools": TOOLS}, {"continue_final_message": True, "add_generation_prompt": False}]
 )
-def test_the_second_process_renders_the_same_text(tokenizer, monkeypatch, template, more):
+def test_the_second_process_renders_the_same_text(tokenizer, template, more):
     arguments = {"add_generation_prompt": True, "chat_template": template, **more}
     chat = [{**CHAT[0], "\ud800": "\udfff"}, *CHAT[1:]]
     expected = original(tokenizer).apply_chat_template(chat, tokenize=False, **arguments)
-    assert tokenizer.render_chat(chat, arguments) == expected
-    monkeypatch.setattr(chat_template, "is_plain", lambda template: False)
     assert tokenizer.render_chat(chat, arguments) == expected
 
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import threading
-import time
 from datetime import datetime
 
 import pytest
@@ -11,7 +9,6 @@ from effort import Effort
 from harness.engine import Harness
 
 from pagedcli.answers.divergence import divergences
-from pagedcli.batch.chat_template import TimeLimit
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import MAX_LINE_BYTES, skip_line
 from pagedcli.batch.parquet import ParquetSource
@@ -101,31 +98,6 @@ def test_a_template_that_makes_millions_of_characters_is_not_tokenized_in_whole(
         drawn.add([place, *range(100)])
     divergences(drawn, 16, tokenizer)
     assert max(lengths) < 2**20
-
-
-def test_a_time_limit_ends_only_the_code_inside_it():
-    limit = TimeLimit(0.2)
-
-    def stay():
-        with limit:
-            while True:
-                pass
-
-    with pytest.raises(TimeoutError):
-        stay()
-    with limit:
-        time.sleep(0.01)
-    time.sleep(0.3)  # outside: nothing happens
-    done = []
-
-    def quick():
-        with limit:
-            done.append(True)
-
-    threading.Timer(0.05, quick).start()
-    with pytest.raises(TimeoutError):
-        stay()
-    assert done == [True]
 
 
 def test_a_chat_template_that_is_none_is_refused(tmp_path):

@@ -8,7 +8,6 @@ from conftest import SHARED, shared_data
 from harness.engine import original
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pagedcli.batch import chat_template
 from pagedcli.batch.requests import read_messages
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
@@ -101,9 +100,8 @@ def expected_text(tokenizer, chat, arguments):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_chats_of_all_kinds_become_what_transformers_makes_of_them(tokenizer, monkeypatch, name):
+def test_chats_of_all_kinds_become_what_transformers_makes_of_them(tokenizer, name):
     template = shared_data("templates" if name is None else f"templates/{name}").read_text()
-    monkeypatch.setattr(chat_template, "is_plain", lambda template: True)  # all in this process
     wrong = []
     for kind, chat in CHATS.items():
         for more in ({"add_generation_prompt": True}, {}, {"continue_final_message": True}):

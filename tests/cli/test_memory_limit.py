@@ -10,11 +10,11 @@ import pytest
 
 from pagedcli.answers.fits import fits, would_fit
 from pagedcli.config import EngineConfig
+from pagedcli.errors import shortage
 from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_host
-from pagedcli.process import shortage
 
 REFUSALS = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"), "1.00 GiB"),

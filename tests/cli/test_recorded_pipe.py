@@ -45,6 +45,22 @@ def test_prompts_through_a_pipe_are_generated_from_or_refused_as_a_run(tmp_path)
     assert "stdin.jsonl:1: not a trace, but a file of prompts" in err
 
 
+def test_damage_in_a_pipe_is_not_hinted_at_by_the_name_of_its_copy(tmp_path):
+    path = write(tmp_path / "run.jsonl", simulated())
+    lines = path.read_bytes().splitlines(keepends=True)
+    for damaged in ([*lines[:3], b"no event\n", *lines[3:]], [b'{"event":"engine_started"}\n']):
+        path.write_bytes(b"".join(damaged))
+        code, _, err = shell(f"pagedcli explain - < {path}")
+        assert code == 1
+        assert "pagedcli-" not in err.partition("hint:")[2]
+
+
+def test_two_runs_are_not_read_from_one_pipe(tmp_path):
+    path = write(tmp_path / "run.jsonl", simulated())
+    said = "error: standard input can be read only once\nhint: pass one of the two as a file\n"
+    assert shell(f"pagedcli diff - - < {path}") == (2, "", said)
+
+
 def test_an_interrupt_leaves_no_copy_of_the_run(tmp_path):
     trace = write(tmp_path / "run.jsonl", simulated())
     copies = tmp_path / "tmp"

@@ -1,7 +1,7 @@
 """Blocks that no later token sees: released as a sequence grows, looked up only as far as the window reaches."""
 
 import pytest
-from harness.core import PoolMachine, make_seq, prefill
+from harness.core import PoolMachine, Simulation, make_seq, prefill
 from hypothesis import settings
 
 from pagedcli.core.block_manager import BlockManager
@@ -40,6 +40,13 @@ def test_of_layers_that_alternate_only_those_with_a_window_release_blocks():
     assert seq.block_table[1::2].count(None) == 0
     assert seq.block_table[::2].count(None) == 13
     assert 64 - manager.num_free_blocks == 15 + 2
+
+
+def test_slots_without_a_token_are_those_of_the_last_block_of_each_group():
+    sim = Simulation(64, 4, windows=(4, None))
+    sim.add(range(6), 9)
+    sim.step()
+    assert sim.scheduler.num_unfilled_slots() == 2 * 2
 
 
 @pytest.mark.parametrize("windows", [(5,), (5, None), (3, 8)])

@@ -51,6 +51,7 @@ def test_of_two_trees_the_older_one_is_forgotten(monkeypatch):
     assert [seen.add([1, 2, 3], look_back=False) for _ in range(3)] == [3, 3, 3]  # no token of it is new
     assert (seen.add([5, 6]), seen.add([1, 2, 3, 4], look_back=False), seen.add([1, 2, 9])) == (0, 0, 2)
     assert (seen.add([1, 2, 3, 4]), seen.has_forgotten) == (4, True)
+    assert [SeenPrefixes.add(seen := SeenPrefixes(), range(4)), seen.add([0, 1], look_back=False)] == [0, 0]
     assert (seen.add([5, 6, 7]), seen.add([7, 7]), seen.add([7, 7, 7])) == (0, 0, 2)
 
 

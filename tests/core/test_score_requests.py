@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pagedcli.core.scoring import TokenScore
 from pagedcli.errors import RequestError
+from pagedcli.events import RequestWaiting
 from pagedcli.trace.check import TraceChecker
 
 TOKENS = st.integers(0, 2)
@@ -38,8 +39,10 @@ def test_each_token_is_computed_once_for_every_cut_of_blocks(num_context, size):
     hits = (num_context - 1) // size * size
     for turn, hit in enumerate((0, hits)):
         before = engine.stats.num_computed_tokens
-        engine.add(context, request_id=f"{turn}", continuations=continuations)
+        seq = engine.add(context, request_id=f"{turn}", continuations=continuations)
+        assert seq.targets.num_fork_tokens == 1 + 4 + 3
         outputs = list(finish(engine).values())
+        assert outputs[0].prompt_logprobs is None
         assert found(outputs[0]) == expected(context, continuations)
         assert outputs[0].num_cached_tokens == hit
         assert engine.stats.num_computed_tokens - before == num_context - hit + 1 + 4 + 3
@@ -51,6 +54,14 @@ def test_the_last_continuation_takes_the_partial_block_of_its_context():
     engine.add([1, 2, 3], continuations=[[1, 2], [3]])
     engine.run()
     assert engine.stats.num_computed_tokens == 3 + 1
+
+
+def test_continuations_wait_for_a_slot_of_state():
+    events = []
+    engine = Simulation(64, 2, emit=events.append, num_state_slots=2)
+    engine.add([1, 2, 3], continuations=[[1, 2], [3, 4], [5, 6]])
+    engine.run()
+    assert {event.reason for event in events if isinstance(event, RequestWaiting)} == {"state_slots"}
 
 
 @settings(max_examples=75, deadline=None)

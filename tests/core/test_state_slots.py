@@ -131,6 +131,10 @@ def test_a_preempted_sequence_restarts_from_its_last_snapshot():
 
 
 def test_a_beam_search_needs_twice_its_width_in_slots():
+    sim = Simulation(64, num_state_slots=4)
+    sim.add([1, 2, 3], params=SamplingParams(beam_width=2, max_tokens=6))
+    sim.run()
+    assert sim.stats.num_preemptions == 0
     sim = Simulation(64, num_state_slots=3)
     with pytest.raises(RequestError, match="beam_width is 2, which needs 4 slots of recurrent state; there are 3"):
         sim.add([1], params=SamplingParams(beam_width=2, max_tokens=2))

@@ -59,7 +59,7 @@ def test_the_group_that_vetoed_a_hit_is_named():
         state = state_of(message(0, *both), message(1, removed(2, group_idx=1)), message(2, *order))
         assert {row.group: row.num_vetoed_blocks for row in cache_rows(state)} == {"0": 0, "1": 1}
         text = "\n".join(note for table in summary(state, None)[1] for note in table.notes)
-        assert "group 1 vetoed hits: 1 block that another group still had was computed again" in text
+        assert "group 1 vetoed hits: 1 block that another group still had was recomputed" in text
 
 
 def test_two_requests_that_compute_the_same_at_once_are_no_veto():

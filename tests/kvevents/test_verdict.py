@@ -212,6 +212,13 @@ def test_the_next_chunk_of_a_prompt_is_the_same_request(tmp_path):
     assert chains(path) == [(0, 4, 4), (0, 2, 2), (4, 6, 6)]
 
 
+def test_a_block_that_comes_and_goes_does_not_hide_what_a_prompt_begins_with(tmp_path):
+    comes_and_goes = [[stored(2)], [removed(2)]] * 300
+    batches = [[stored(1, tokens=[5, 6])], *comes_and_goes, [stored(3, tokens=[5, 7])]]
+    found = read_lookups(CaptureReader(record(tmp_path / "a.jsonl", batches)))
+    assert found.requests[-1].num_partial_tokens == 1
+
+
 @pytest.mark.parametrize("tokens", [True, False])
 def test_salts_keep_requests_apart_and_have_hit_rates_of_their_own(tmp_path, tokens):
     """The same three blocks for tenant a, twice for tenant b, and without a salt."""

@@ -1,8 +1,6 @@
 """Beam search: tokens and scores are those of transformers' generate(num_beams=...), whatever the pool, block size,
 chunks and prefix cache."""
 
-import json
-
 import pytest
 import torch
 import transformers
@@ -11,7 +9,8 @@ from harness.core import finish
 from harness.engine import make_engine, ragged_prompts
 from model_zoo import cached_model
 
-from pagedcli.batch.requests import RequestParser
+from pagedcli.batch.lines import Line
+from pagedcli.batch.requests import BatchRow, RequestParser
 from pagedcli.errors import ParameterError, RequestError
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
@@ -169,7 +168,9 @@ def test_beams_that_can_never_fit_are_refused(model):
     ],
 )
 def test_lines_ask_for_beams_as_in_transformers_and_vllm(line, wanted):
-    params = RequestParser(SamplingParams()).parse({"prompt": "x", **line}, "plain").params
+    row = BatchRow(Line(0, 1, b"", 0))
+    RequestParser(SamplingParams()).parse({"prompt": "x", **line}, row)
+    params = row.prompts[0].params
     assert (params.beam_width, params.n, params.early_stopping) == wanted
 
 
@@ -183,4 +184,4 @@ def test_lines_ask_for_beams_as_in_transformers_and_vllm(line, wanted):
 )
 def test_lines_that_contradict_themselves_are_refused(line, words):
     with pytest.raises(RequestError, match=words):
-        RequestParser(SamplingParams()).parse({"prompt": "x", **json.loads(json.dumps(line))}, "plain")
+        RequestParser(SamplingParams()).parse({"prompt": "x", **line}, BatchRow(Line(0, 1, b"", 0)))

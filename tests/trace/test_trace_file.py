@@ -149,6 +149,7 @@ def test_another_schema_version_is_refused_with_what_to_do(tmp_path, schema, wor
         ("a.jsonl", b"hello\n", "not a trace"),
         ("a.jsonl", b'{"prompt": "hi"}\n', "not a trace"),
         ("a.jsonl", b'{"event":"step_started","step":0,"time_ns":1}\n', "begins with engine_started"),
+        ("a.jsonl", b'{"event":"engine_started"}\n', "this file with one without schema_version"),
         ("a.jsonl.zst", b"not zstd at all", "damaged"),
     ],
 )

@@ -6,7 +6,6 @@ A pure function of token ids, salts and texts, for prompt files, recordings and 
 
 import math
 import re
-import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +42,6 @@ _MOST_TRIED = 2_000  # prompts that ways to change them are tried on, before the
 _MOST_PLACES = 4
 _KEY = 12  # characters before a place that tell it from others
 _OUT_OF_ORDER = 0.2  # share of the pairs whose parts are elsewhere in the other prompt
-_UTF_32 = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 _MOST_MERGED = 6  # marks of a template that are made alike one after the other
 
 _NO_LIMIT = 2**31  # tokens of a text
@@ -58,7 +56,6 @@ _KINDS = {
 
 Action = Literal["move", "sort", "normalize", "one salt", "block size"]
 Texts = Sequence[str]
-Decode = Callable[[Ids], str]
 Encode = Callable[[Texts], Iterable[Ids]]
 
 
@@ -165,12 +162,12 @@ class _State:
 
 def _as_text(ids: Ids) -> str:
     """A character per token: fast to compare."""
-    return array("i", ids).tobytes().decode(_UTF_32, "surrogatepass")
+    return array("i", ids).tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _all_ids(texts: Texts) -> Iterable[Ids]:
     """The token ids of `_as_text`."""
-    return (array("i", text.encode(_UTF_32, "surrogatepass")) for text in texts)
+    return (array("i", text.encode("utf-32-le", "surrogatepass")) for text in texts)
 
 
 @dataclass(slots=True)
@@ -179,7 +176,7 @@ class Finder:
     included; without them places are found, but not what differs. `template`: token ids of a chat of one word."""
 
     block_size: int
-    decode: Decode = _as_text
+    decode: Callable[[Ids], str] = _as_text
     encode: Encode = _all_ids
     template: Ids = ()
     marks: re.Pattern[str] = diff.MARK  # of messages: no text moves over one

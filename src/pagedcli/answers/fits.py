@@ -17,10 +17,9 @@ from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, Terms, blocks_for
 from pagedcli.core.groups import TableShape, token_bytes
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan, Pool
-from pagedcli.errors import PagedcliError
+from pagedcli.errors import PagedcliError, address_space
 from pagedcli.events import CacheGroup
 from pagedcli.printable import byte_text, capitalized, percent_text, plural
-from pagedcli.process import address_space
 from pagedcli.records import Bytes, Share, Whole, computed, size
 
 NOT_PREDICTED = "transformers runs its layers; neither memory nor time is predicted"
@@ -45,7 +44,9 @@ class Fit:
     measured: bool = computed(lambda fit: bool(fit.terms.measured))
     num_kvcache_blocks: int = computed(lambda fit: fit.pool.num_blocks)
     num_kvcache_blocks_reason: str = computed(lambda fit: fit.pool.reason)
-    num_kvcache_tokens: int = computed(lambda fit: fit.tables.num_tokens(fit.pool.num_blocks))  # before windows pass
+    num_kvcache_tokens: int = computed(  # as long as no window has passed them
+        lambda fit: fit.pool.num_blocks // fit.tables.num_groups * fit.tables.block_size
+    )
     block_size: int = computed(lambda fit: fit.limits.block_size)  # tokens
     block_bytes: Bytes = computed(lambda fit: fit.plan.block_bytes)
     token_bytes: Annotated[Bytes, "KV per token"] = computed(lambda fit: fit.plan.token_bytes)  # before windows pass

@@ -206,8 +206,8 @@ class Setting:
 
     @classmethod
     def of(cls, kind: Knob, subject: Subject, value: Any) -> "Setting":
-        """The change of a key to another value. Where blocks may run out, in the pool of the changed run or in the
-        present one, the pool's size is set too: one that the user gave would otherwise stay as it is."""
+        """The change of a key to another value. If blocks may run out and the pool's size would follow from the key,
+        that size is set, too: one that the user gave would otherwise stay."""
         changed, changes = subject.changed(kind.key, value), {kind.key: value}
         pools = (changed.limits, replace(changed.limits, num_blocks=subject.num_blocks))
         if kind.keeps_pool and any(map(subject.is_tight, pools)):

@@ -211,7 +211,7 @@ def _of_run(explainer: Explainer, state: PoolState) -> str:
             said += ", as much as an unlimited cache would find"
     if num_preemptions := sum(seq.num_preemptions for seq in state.all_seqs()):
         again = plural(state.num_recomputed_tokens, "token")
-        said += f"; {plural(num_preemptions, 'preemption')}: {again} computed again"
+        said += f"; {plural(num_preemptions, 'preemption')}: {again} recomputed"
     if words := _draft_words(state.all_seqs()):
         said += f"; {words}{again_words(state.num_again_tokens)}"
     return f"{said}."
@@ -326,9 +326,8 @@ def why_of_block(life: BlockLife, state: PoolState) -> str:
         finding += f"no sequence holds {block}; it {kept}, {held}"
     if evicted := [each for each in life.contents if each.evicted_for is not None]:
         last, number = evicted[-1], f", the last of {len(evicted):,} evictions" if len(evicted) > 1 else ""
-        finding += (
-            f"; content of {seq_name(state, last.seq_id)} was evicted {when(last.until)}{last.evicted_for}{number}"
-        )
+        needed = f" for {last.evicted_for}" if last.evicted_for else ""
+        finding += f"; content of {seq_name(state, last.seq_id)} was evicted {when(last.until)}{needed}{number}"
     return f"{capitalized(finding)}."
 
 

@@ -49,7 +49,7 @@ _MARKED = Style(reverse=True)  # blocks of the selected sequence keep their glyp
 _CURSOR = Style(color="black", bgcolor="yellow", bold=True, underline=True)
 T = TypeVar("T")
 Look = tuple[str, str]  # kind, glyph
-Cell = tuple[str, str, bool]  # the same, and whether it is marked
+BlockCell = tuple[str, str, bool]  # the same, and whether it is marked
 
 
 class BlockMap(Painted):
@@ -68,7 +68,7 @@ class BlockMap(Painted):
         Binding("escape", "leave_cell", show=False),
     ]
 
-    class Chosen(Message):
+    class BlockChosen(Message):
         """Enter or a double click on a block."""
 
         def __init__(self, block_id: int) -> None:
@@ -84,7 +84,7 @@ class BlockMap(Painted):
         self._by_group = False
         self._within: range | None = None  # the blocks of one cell
         self._shown: Sequence[int] = ()
-        self._cells: list[Cell] = []
+        self._cells: list[BlockCell] = []
         self._cursor = 0
 
     def show(self, moment: Moment, marked: set[int]) -> None:
@@ -270,7 +270,7 @@ class BlockMap(Painted):
             self._within, self._only_used, self._cursor = range(ids[0], ids[-1] + 1), False, 0
             self._arrange()
         elif ids:
-            self.post_message(self.Chosen(ids[0]))
+            self.post_message(self.BlockChosen(ids[0]))
 
     def action_leave_cell(self) -> None:
         self._within = None
@@ -288,7 +288,7 @@ class BlockMap(Painted):
                 self.action_choose()
 
 
-def _runs(cells: list[Cell]) -> SegmentLine:
+def _runs(cells: list[BlockCell]) -> SegmentLine:
     """Equal neighbours as one segment."""
     return [
         Segment(glyph * len(list(same)), _STYLES[kind] + _MARKED if is_marked else _STYLES[kind])
@@ -296,7 +296,9 @@ def _runs(cells: list[Cell]) -> SegmentLine:
     ]
 
 
-def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int], *, by_group: bool) -> list[Cell]:
+def _cells(
+    state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int], *, by_group: bool
+) -> list[BlockCell]:
     """Per cell its kind, its glyph (for one shared block its ref_count), and whether it has a marked block."""
     of_one, of_several = (_group_of_one, _group_of_several) if by_group else (_kind, _summary)
     if per_cell == 1:

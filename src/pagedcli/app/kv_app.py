@@ -35,7 +35,7 @@ _MOST_TREES = 4
 _INTERVAL_S = 0.25  # least time between two snapshots
 _DRAW_SHARE = 0.1  # largest share of the fold's time spent on snapshots
 _COUNTS = {"eviction": "num_removed", "miss": "num_tokens_again"}  # a message that raises it is such a place
-Message = tuple[list[bytes], float | None, int]  # frames, seconds, source
+CapturedMessage = tuple[list[bytes], float | None, int]  # frames, seconds, source
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class CapturePlayer(Recording[Snapshot]):
     unit = "message"
     position = 0  # messages folded
 
-    def __init__(self, messages: Iterable[Message], sources: list[str]) -> None:
+    def __init__(self, messages: Iterable[CapturedMessage], sources: list[str]) -> None:
         super().__init__()
         self._messages = list(messages)
         self._sources = sources
@@ -369,7 +369,7 @@ class KVApp(PlayerApp):
         self._tree.move_to(place)
         self.say(f"{places.index(place) + 1:,} of {plural(len(found), 'prefix')} with {one_line(self._searched)!r}")
 
-    def on_rows_chosen(self, message: Rows.Chosen) -> None:
+    def on_rows_row_chosen(self, message: Rows.RowChosen) -> None:
         branch = self._shown.get(message.key) if message.rows is self._tree else None
         if branch is not None:
             lines = [_block_line(branch, place) for place in range(len(branch.nodes))]

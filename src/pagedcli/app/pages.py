@@ -98,7 +98,7 @@ class StoryPage(Page):
             None, range(len(rows)), lambda key, _: Text(f"{rows[key][1]:>{_WORD_WIDTH}}  {rows[key][2]}"), at=at
         )
 
-    def on_rows_chosen(self, message: Rows.Chosen) -> None:
+    def on_rows_row_chosen(self, message: Rows.RowChosen) -> None:
         message.stop()
         if self._hint:
             self.dismiss(self._places[message.key])

@@ -248,7 +248,7 @@ class PoolApp(PlayerApp):
 
     # ------------------------------------------------------------------ keys
 
-    def on_rows_moved(self, message: Rows.Moved) -> None:
+    def on_rows_cursor_moved(self, message: Rows.CursorMoved) -> None:
         if self.pool_player.moment is not None:
             self._show_selected(self._moment)
 
@@ -258,7 +258,7 @@ class PoolApp(PlayerApp):
             self._list.order = name
             self._go_to_top()
 
-    def on_time_line_chosen(self, message: TimeLine.Chosen) -> None:
+    def on_time_line_step_chosen(self, message: TimeLine.StepChosen) -> None:
         self.scrub(message.step)
 
     def on_descendant_focus(self) -> None:
@@ -434,13 +434,13 @@ class PoolApp(PlayerApp):
 
     # ------------------------------------------------------------------ stories
 
-    def on_rows_chosen(self, message: Rows.Chosen) -> None:
+    def on_rows_row_chosen(self, message: Rows.RowChosen) -> None:
         seq, player = self._selected_seq(self._moment), self.pool_player
         if message.rows is self._sequences and seq is not None:
             seq_id = seq.seq_id
             self._tell(f"seq {seq_id}", sequence_facts(self._moment, seq), lambda: player.sequence_story(seq_id))
 
-    def on_block_map_chosen(self, message: BlockMap.Chosen) -> None:
+    def on_block_map_block_chosen(self, message: BlockMap.BlockChosen) -> None:
         block_id, player = message.block_id, self.pool_player
         self._tell(f"block {block_id}", block_facts(self._moment, block_id), lambda: player.block_story(block_id))
 

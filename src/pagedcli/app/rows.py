@@ -149,14 +149,14 @@ class Rows(ScrollView, Painted):
     ]
     DEFAULT_CSS = "Rows { scrollbar-size-vertical: 1; overflow-x: hidden; }"
 
-    class Chosen(Message):
+    class RowChosen(Message):
         """Enter or a double click on a row."""
 
         def __init__(self, rows: "Rows", key: int) -> None:
             super().__init__()
             self.rows, self.key = rows, key
 
-    class Moved(Message):
+    class CursorMoved(Message):
         """The cursor is on another row."""
 
     class HeadingClicked(Message):
@@ -242,7 +242,7 @@ class Rows(ScrollView, Painted):
         self._cursor = max(0, min(place, len(self._keys) - 1))
         self._follow_cursor()
         self.refresh()
-        self.post_message(self.Moved())
+        self.post_message(self.CursorMoved())
 
     def _follow_cursor(self) -> None:
         top, height = self.scroll_offset.y, max(1, self.size.height - self._num_headings)
@@ -262,7 +262,7 @@ class Rows(ScrollView, Painted):
 
     def action_choose(self) -> None:
         if self.cursor_key is not None:
-            self.post_message(self.Chosen(self, self.cursor_key))
+            self.post_message(self.RowChosen(self, self.cursor_key))
 
     def on_click(self, event: Click) -> None:
         offset = event.get_content_offset(self)

@@ -33,8 +33,7 @@ def sequence_facts(moment: Moment, seq: SeqState) -> Text:
         f"prompt     {plural(seq.num_prompt_tokens, 'token')}; the last lookup found {seq.num_cached_tokens:,} cached",
         f"generated  {seq.num_output_tokens:,} of at most {plural(seq.max_new_tokens, 'token')}",
         f"waited     {plural(seq.num_steps_waited(state.step_number), 'step')}",
-        f"preempted  {plural(seq.num_preemptions, 'time')}, "
-        f"{plural(seq.num_recomputed_tokens, 'token')} computed again",
+        f"preempted  {plural(seq.num_preemptions, 'time')}, {plural(seq.num_recomputed_tokens, 'token')} recomputed",
         f"blocks     {len(seq.held_block_ids):,}: {block_ids_text(state, seq.block_table) or 'none'}",
     ]
     if state.engine is not None and any(state.engine.windows):

@@ -26,7 +26,7 @@ _MARKS = {"preempted": ("P", Style(color="red", bold=True)), "evicted": ("e", St
 _BLANK = (" ", Style())
 _FIGURES = ("used", "shared", "cached", "running", "waiting", "preempted", "evicted")  # the columns of a copied table
 _LEGEND = "█ in use, ░ cached, P preempted, e evicted"
-Cell = tuple[str, Style]
+BarCell = tuple[str, Style]
 
 
 class TimeLine(Painted):
@@ -42,7 +42,7 @@ class TimeLine(Painted):
         Binding("escape", "whole", show=False),
     ]
 
-    class Chosen(Message):
+    class StepChosen(Message):
         """A step to go to."""
 
         def __init__(self, step: int) -> None:
@@ -56,7 +56,7 @@ class TimeLine(Painted):
         self._num_blocks = 1
         self._at = 0  # place of the shown step
         self._range: tuple[int, int] | None = None  # places, while zoomed in
-        self._columns: list[list[Cell]] = []  # lines from the top, the marks last
+        self._columns: list[list[BarCell]] = []  # lines from the top, the marks last
         self._drawn: tuple[object, ...] = ()  # what `_columns` were made for
         self._is_dragged = False
 
@@ -97,10 +97,10 @@ class TimeLine(Painted):
             self.show_title(self._which_steps())
             self.refresh_changed()
 
-    def _all_columns(self, height: int) -> list[list[Cell]]:
+    def _all_columns(self, height: int) -> list[list[BarCell]]:
         starts, (_, after) = self._starts(), self.shown_range
         ends = [*starts[1:], after]
-        columns: list[list[Cell]] = []
+        columns: list[list[BarCell]] = []
         for start, end in zip(starts, ends, strict=True):
             if columns and start == starts[len(columns) - 1]:
                 columns.append([*columns[-1][:-1], _BLANK])
@@ -108,7 +108,7 @@ class TimeLine(Painted):
                 columns.append(self._column(start, max(start + 1, end), height))
         return columns
 
-    def _column(self, start: int, end: int, height: int) -> list[Cell]:
+    def _column(self, start: int, end: int, height: int) -> list[BarCell]:
         """The pool where most blocks are in use, and what happened."""
         columns = self._series.columns
         used = columns["used"][start:end]
@@ -159,7 +159,7 @@ class TimeLine(Painted):
 
     def _choose(self, place: int) -> None:
         place = max(0, min(place, len(self._series) - 1))
-        self.post_message(self.Chosen(self._series.first_step + place))
+        self.post_message(self.StepChosen(self._series.first_step + place))
 
     def action_zoom(self, factor: float) -> None:
         self._zoom(factor, self._at)
@@ -219,13 +219,13 @@ _STYLES = {name: Style(color=name) for name in (_USED, _CACHED)}
 _USED_ON_CACHED = Style(color=_USED, bgcolor=_CACHED_DARK)
 
 
-def _bar(num_used: int, num_cached: int, num_blocks: int, height: int) -> list[Cell]:
+def _bar(num_used: int, num_cached: int, num_blocks: int, height: int) -> list[BarCell]:
     """A column from the top: used blocks at the bottom, cached ones above them, empty ones on top. What is there is
     seen, even if it is less than a level."""
     levels = height * _LEVELS
     used = min(levels, -(-num_used * levels // num_blocks))
     cached = min(levels, used + -(-num_cached * levels // num_blocks))
-    cells: list[Cell] = []
+    cells: list[BarCell] = []
     for low in range(0, levels, _LEVELS):
         if used - low >= _LEVELS:
             cells.append(("█", _STYLES[_USED]))

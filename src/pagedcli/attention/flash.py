@@ -65,11 +65,7 @@ class Flash2Attention(ReferenceAttention):
         if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
             # Pure decode has its own function, which splits long contexts; splits with ragged queries are wrong.
             out: Tensor = self._with_kvcache(
-                q.unsqueeze(1),
-                *kv,
-                cache_seqlens=batch.num_tokens,
-                block_table=batch.block_table,
-                **_options(layer),
+                q.unsqueeze(1), *kv, cache_seqlens=batch.num_tokens, block_table=batch.block_table, **_options(layer)
             )
             return out.squeeze(1)
         if batch.work is None:

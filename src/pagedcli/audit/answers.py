@@ -113,7 +113,7 @@ def _text(choice: Any) -> str:
 
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "content")
-Row = tuple[str, float, dict[str, float]]
+TokenRow = tuple[str, float, dict[str, float]]
 
 
 def _positions(logprobs: Any) -> list[tuple[Any, Any, list[tuple[Any, Any]]]]:
@@ -129,7 +129,7 @@ def _positions(logprobs: Any) -> list[tuple[Any, Any, list[tuple[Any, Any]]]]:
     return list(zip(tokens, values, pairs, strict=False)) if len(tokens) == len(values) else []
 
 
-def _row(token: Any, value: Any, pairs: list[tuple[Any, Any]]) -> Row | None:
+def _row(token: Any, value: Any, pairs: list[tuple[Any, Any]]) -> TokenRow | None:
     """A position: the token, and its alternatives with it among them. None if it is not one."""
     number = _number(value)
     if not isinstance(token, str) or number is None:

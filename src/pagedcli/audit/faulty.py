@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pagedcli.audit.survey import WORDS
 from pagedcli.printable import plural
 
-Array = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 Fault = Literal[
     "stale-block", "off-by-one", "full-hit", "across-salts", "wrong-positions", "moved-block", "wrong-row",
     "only-claimed", "second-hit", "long-hit", "silent-leak",
@@ -96,21 +96,21 @@ class ToyModel:
         self._table = np.random.default_rng(seed).normal(size=(_VOCABULARY, _NUM_LOGITS))
         self._turn = (np.arange(_NUM_LOGITS) + 1) % _NUM_LOGITS
 
-    def values(self, tokens: list[int], start: int, before: Array | None, *, shift: int = 0) -> Array:
+    def values(self, tokens: list[int], start: int, before: Floats | None, *, shift: int = 0) -> Floats:
         """The values of tokens[start:], after the value `before` of the token at start - 1.
 
         `shift` is a fault: tokens that take themselves for later ones.
         """
         ids = np.array(tokens[start:], dtype=int)
         places = np.arange(start, len(tokens))[:, None] + shift
-        values: Array = self._table[ids[:, None], (np.arange(_NUM_LOGITS)[None, :] - 5 * places) % _NUM_LOGITS]
+        values: Floats = self._table[ids[:, None], (np.arange(_NUM_LOGITS)[None, :] - 5 * places) % _NUM_LOGITS]
         last = np.zeros(_NUM_LOGITS) if before is None else before
         for row in values:  # each value depends on all tokens before it, as in a real model
             row += 0.5 * last[self._turn]
             last = row
         return values
 
-    def logits(self, total: Array, last: Array, count: int) -> Array:
+    def logits(self, total: Floats, last: Floats, count: int) -> Floats:
         return np.asarray(_SCALE * total / np.sqrt(count) + _OWN * last)
 
 
@@ -119,7 +119,7 @@ class ToyCache:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._blocks: dict[int, Array] = {}
+        self._blocks: dict[int, Floats] = {}
         self._index: dict[Any, int] = {}  # key -> block id
         self._found: set[Any] = set()  # keys
         self._owned: set[Any] = set()  # (salt, key)
@@ -131,11 +131,11 @@ class ToyCache:
         salt = "" if fault in ("across-salts", "silent-leak") else salt
         return salt, tuple(tokens[start : end - 1 if fault == "off-by-one" else end])
 
-    def find(self, tokens: list[int], salt: str) -> list[Array]:
+    def find(self, tokens: list[int], salt: str) -> list[Floats]:
         """The values of the longest cached prefix, in blocks; never of the last token."""
         size = self._settings.block_size
         last = len(tokens) if self._settings.fault == "full-hit" else len(tokens) - 1
-        found: list[Array] = []
+        found: list[Floats] = []
         for end in range(size, last + 1, size):
             block_id = self._index.get(self._key(tokens, end, salt))
             if block_id is None:
@@ -157,7 +157,7 @@ class ToyCache:
         keys = [(salt, self._key(tokens, end, salt)) for end in range(size, num_blocks * size + 1, size)]
         return next((i for i, key in enumerate(keys) if key not in self._owned), num_blocks)
 
-    def store(self, tokens: list[int], salt: str, values: Array) -> None:
+    def store(self, tokens: list[int], salt: str, values: Floats) -> None:
         size = self._settings.block_size
         for end in range(size, len(tokens) + 1, size):
             key = self._key(tokens, end, salt)
@@ -232,7 +232,7 @@ class ToyServer(ThreadingHTTPServer):
         return document
 
     def _choices(
-        self, body: dict[str, Any], tokens: list[int], blocks: list[Array], salt: str, *, is_crowded: bool
+        self, body: dict[str, Any], tokens: list[int], blocks: list[Floats], salt: str, *, is_crowded: bool
     ) -> list[dict[str, Any]]:
         num_cached = len(blocks) * self.settings.block_size
         fault = self.settings.fault
@@ -255,7 +255,7 @@ class ToyServer(ThreadingHTTPServer):
         return [self._choice(body, number, row) for number, row in enumerate(rows)]
 
     def _generate(
-        self, body: dict[str, Any], tokens: list[int], values: Array, shift: int, number: int
+        self, body: dict[str, Any], tokens: list[int], values: Floats, shift: int, number: int
     ) -> list[dict[str, Any]]:
         """Greedy tokens with their alternatives."""
         tokens = list(tokens)

@@ -1,9 +1,8 @@
 """Chat templates: programs of others, rendered with bounds on time, memory and length.
 
-Used by batch.tokenizer. A template that cannot multiply text is rendered in this process, any other in one of its own.
+Used by batch.tokenizer. Each is rendered in a process of its own, but for those that are known to be harmless.
 """
 
-import ctypes
 import importlib
 import json
 import os
@@ -14,9 +13,8 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import xxhash
 
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.files import read_whole
@@ -33,21 +32,16 @@ MAX_TEMPLATE_BYTES = 2**20
 MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
 MAX_RENDER_BYTES = 2**29  # memory that one chat may take in the process for templates
 _MAX_RENDER_S = 5.0  # a chat template takes microseconds
-_MAX_ADDED = 16  # variables that one expression of a plain template adds up
 _FRAME = struct.Struct("<cQQ")  # kind, number of the request, bytes that follow
 _ASKS_FOR_NULL = re.compile(r"content\W{0,3}(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 _ONE_WORD = [{"role": "user", "content": "word"}]
 _PROCESS = "from pagedcli.batch.chat_template import serve; serve()"
-# the parts of a plain template, see is_plain
-_SYNTAX = (
-    *("Output", "TemplateData", "If", "Assign", "Break", "Continue", "Const", "Name", "NSRef", "Getattr", "Getitem"),
-    *("Slice", "Compare", "Operand", "And", "Or", "Not", "CondExpr", "Test", "Keyword", "Neg", "Sub", "Add", "Concat"),
-    "Tuple",
-)
-_FILTERS = ("trim", "length", "count", "default", "d", "first", "last", "items", "upper", "lower")
-_ESCAPING = ("tojson", "string")
-_METHODS = ("strip", "lstrip", "rstrip", "split", "startswith", "endswith", "get", "items", "keys", "values")
-_FUNCTIONS = ("raise_exception", "namespace", "strftime_now")
+# xxh3 of templates that are rendered in this process, as they cannot multiply text: that of the built-in model, and of
+# MiMo, QwQ, Qwen2.5, Qwen3, DeepSeek-R1-Distill (Llama, Qwen), Gemma 2 and Phi 3.5
+_KNOWN = frozenset((
+    "de18b84d7cccc740", "0536ae9be84138fa", "72a0ae47d7d0e90b", "639547fe4d33fa67", "0283f874ff58d644",
+    "f47cfd234bfcd76a", "5fec36a258d64550", "2c2e86beabccd2a4", "cd8aff863abd4554",
+))  # fmt: skip
 
 
 def read_template(template: str) -> str:
@@ -78,7 +72,6 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self.clock: datetime | None = None
         self._tokenizer = tokenizer
-        self._limit = TimeLimit(_MAX_RENDER_S)
         self._apart = _TemplateProcess()
         own = type(tokenizer).apply_chat_template  # a tokenizer that comes as code may have a method of its own
         self._renders_itself = own is not transformers.PreTrainedTokenizerBase.apply_chat_template
@@ -128,16 +121,13 @@ class ChatRenderer:
         """Raises: RequestError if a limit was exceeded, otherwise what the template raised."""
         variables = {**self._tokenizer.special_tokens_map, **arguments, "chat_template": template}
         request = messages, variables, self.clock
-        if sys.platform != "win32" and not is_plain(template):
+        if self._renders_itself:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+        if xxhash.xxh3_64_hexdigest(template.encode(errors="surrogatepass")) not in _KNOWN:
             return self._apart.render(template, request)
-        try:
-            _environment(template).concat = _joined  # fails before it joins too much text
-            with self._limit:
-                if self._renders_itself:
-                    return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-                return _rendered(*request)
-        except TimeoutError as error:
-            raise _refusal("took", f"{_MAX_RENDER_S:g} s") from error
+        text = _rendered(*request)
+        _check_length(len(text))
+        return text
 
 
 def _forms(messages: list[dict[str, Any]], template: str) -> Iterator[list[dict[str, Any]]]:
@@ -307,15 +297,6 @@ def _environment(template: str) -> Any:
         raise _NoTemplateError(f"line {error.lineno}: {error.message}") from error
 
 
-def _joined(parts: Iterable[str]) -> str:
-    num_characters, kept = 0, []
-    for part in parts:
-        num_characters += len(part)
-        _check_length(num_characters)
-        kept.append(part)
-    return "".join(kept)
-
-
 def serve() -> None:
     """The process that renders templates within bounds: answer requests until the pipe is closed.
 
@@ -354,7 +335,7 @@ def _words(error: Exception) -> str:
 
 def _limit_memory(num_bytes: int) -> None:
     """Let allocations beyond `num_bytes` more than now fail. Systems without /proc have no such limit."""
-    import resource  # not on Windows
+    import resource
 
     try:
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
@@ -364,114 +345,3 @@ def _limit_memory(num_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-@lru_cache(maxsize=64)
-def is_plain(template: str) -> bool:
-    """Whether the memory and the uninterruptible work of a template grow at most in proportion to the conversation.
-
-    A plain template has the syntax listed here, and adds to a variable only what the conversation contains and at most
-    one variable that grows. Its output is bounded by _joined, its loops by a TimeLimit.
-    """
-    nodes = jinja2.nodes
-    if len(template) > MAX_TEMPLATE_BYTES:
-        return False
-    try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        every = list(tree.find_all(nodes.Node))
-    except (jinja2.TemplateError, RecursionError):
-        return False
-    targets = [
-        (each.target, each.node if isinstance(each, nodes.Assign) else each.iter)
-        for each in every
-        if isinstance(each, nodes.Assign | nodes.For)
-    ]
-    assigned = {name for target, _ in targets for name in _names(target)}
-    if not all(map(_is_plain_node, every)) or assigned & {*_FUNCTIONS, "loop"}:
-        return False
-    added = nodes.Add, nodes.Concat
-    if any(len(_names(node)) > _MAX_ADDED for node in tree.find_all(added)):
-        return False
-    grown: set[str] = set()
-    for _ in targets:  # one pass for each variable that another one grows by
-        for target, value in targets:
-            if _within(value, added) or not grown.isdisjoint(_names(value)):
-                grown.update(_names(target))
-    for node in tree.find_all(nodes.Assign):
-        num_grown = sum(name in grown for name in _names(node.node))
-        # `~` escapes what is in a list, and the filters what is in a text: doubled each time
-        if num_grown > (0 if _within(node.node, nodes.Concat) else 1):
-            return False
-        if any(each.name in _ESCAPING for each in _within(node.node, nodes.Filter)):
-            return False
-    return True
-
-
-def _is_plain_node(node: Any) -> bool:
-    nodes = jinja2.nodes
-    match node:
-        case nodes.Filter():
-            return node.name in _FILTERS or (node.name in _ESCAPING and not (node.args or node.kwargs))
-        case nodes.Call(node=nodes.Getattr(attr=name)):
-            return name in _METHODS
-        case nodes.Call(node=nodes.Name(name=name)):
-            return name in _FUNCTIONS
-        case nodes.List() | nodes.Tuple(ctx="load"):
-            return all(isinstance(item, nodes.Const) for item in node.items)
-        case nodes.Mod():  # `loop.index0 % 2`; with a text on the left it would be a format
-            return isinstance(node.left, nodes.Getattr) and _names(node.left) == ["loop"]
-        case nodes.For():
-            return not node.recursive
-    return type(node).__name__ in _SYNTAX
-
-
-def _within(node: Any, kinds: Any) -> list[Any]:
-    return [each for each in (node, *node.find_all(kinds)) if isinstance(each, kinds)]
-
-
-def _names(node: Any) -> list[str]:
-    """The variables in an expression, each as often as it is there."""
-    return [each.name for each in _within(node, (jinja2.nodes.Name, jinja2.nodes.NSRef))]
-
-
-class TimeLimit:
-    """A context that Python code must leave within some seconds, else TimeoutError is raised there. For code that
-    may loop; a single long call of C is not interrupted. Any thread may enter it, also several at once."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._lock = threading.Lock()  # guards all below
-        self._entered_s: dict[int, float] = {}  # thread -> time
-        self._is_late: set[int] = set()  # threads in which the error was raised
-        self._watch: threading.Thread | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._entered_s[threading.get_ident()] = time.monotonic()
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._watch_always, name="time limit", daemon=True)
-                self._watch.start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        thread = threading.get_ident()
-        with self._lock:
-            self._entered_s.pop(thread, None)
-            is_late = thread in self._is_late
-            self._is_late.discard(thread)
-        if is_late and kind is not TimeoutError:
-            time.sleep(0.01)  # the error is raised when this returns, unless the code inside has caught it
-            raise TimeoutError
-
-    def _watch_always(self) -> None:
-        """Look once in a while, and end when nobody is inside."""
-        while True:
-            time.sleep(min(1.0, self._seconds / 4))
-            with self._lock:
-                if not self._entered_s:
-                    self._watch = None
-                    return
-                latest_s = time.monotonic() - self._seconds
-                for thread in [each for each, entered_s in self._entered_s.items() if entered_s < latest_s]:
-                    del self._entered_s[thread]
-                    self._is_late.add(thread)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))

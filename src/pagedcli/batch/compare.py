@@ -32,7 +32,7 @@ from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 
-Kind = Literal[
+DifferenceKind = Literal[
     "missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs", "scores"
 ]
 _AROUND = 24  # characters of text on either side of a difference
@@ -73,7 +73,7 @@ class RowDifference:
     """The first difference of two rows."""
 
     label: Annotated[str, "row"]
-    kind: Annotated[Kind, "what differs"]
+    kind: Annotated[DifferenceKind, "what differs"]
     sample: int | None = None
     token: int | None = None  # 0-based position in the output
     character: int | None = None  # 0-based position in the text
@@ -85,7 +85,7 @@ class RowDifference:
 def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDifference | None:
     """The first difference; None if there is none. `tolerance`: of log-probabilities."""
 
-    def differ(kind: Kind, first: object, second: object) -> RowDifference:
+    def differ(kind: DifferenceKind, first: object, second: object) -> RowDifference:
         return RowDifference(a.label, kind, a=str(first), b=str(second))
 
     if a.error != b.error:

@@ -25,7 +25,7 @@ import xxhash
 
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_stream, writing
-from pagedcli.line_files import MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, first_decompressed, zstd
+from pagedcli.line_files import COPIES, MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, first_decompressed, zstd
 from pagedcli.printable import byte_text, plural
 from pagedcli.process import at_end
 
@@ -112,7 +112,7 @@ def copied(path: Path) -> Path:
         return path
     if name == "-" and sys.stdin.isatty():
         raise UsageError("cannot read a recorded run from a terminal", hint="pass a file, or pipe one")
-    folder = TemporaryDirectory(prefix="pagedcli-")
+    folder = TemporaryDirectory(prefix=COPIES)
     at_end(folder.cleanup)
     with _peekable(open_input(name)) as file:
         ending = ".jsonl.zst" if _peeked(file).startswith(ZSTD_MAGIC) else ".jsonl"

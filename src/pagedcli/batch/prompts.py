@@ -20,16 +20,7 @@ from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
 from pagedcli.batch.repeats import request_key
-from pagedcli.batch.requests import (
-    BatchRequest,
-    BatchRow,
-    Message,
-    RequestParser,
-    RowPrompt,
-    decode_line,
-    request_of,
-    with_system_prompt,
-)
+from pagedcli.batch.requests import BatchRow, RequestParser, RowPrompt, decode_line, request_of, with_system_prompt
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
@@ -212,6 +203,7 @@ class Prompts:
         self._parser = RequestParser(options.config.sampling, strict=options.run.strict)
         self._seen_ids = SeenIds()
         self._draws = True  # whether prompts need seeds
+        self._most_together = 1  # rows that are tokenized together, by all processors; the first ones sooner
 
     @property
     def ignored(self) -> dict[str, int]:
@@ -220,10 +212,6 @@ class Prompts:
 
     def __iter__(self) -> Iterator[BatchRow | None]:
         """None: no line has come yet. Raises: PagedcliError."""
-        return self._rows()
-
-    def _rows(self, most_together: int = 1) -> Iterator[BatchRow | None]:
-        """As __iter__. Up to most_together rows are tokenized together, by all processors; the first ones sooner."""
         limit, (place, num_shards) = self._options.run.limit, self._options.shard
         parsed: list[BatchRow] = []
         num_together = 1
@@ -237,7 +225,7 @@ class Prompts:
                     parsed.append(self._parse(line))
             if line is None or len(parsed) >= num_together:
                 yield from self._with_tokens(parsed)
-                parsed, num_together = [], min(2 * num_together, most_together)
+                parsed, num_together = [], min(2 * num_together, self._most_together)
             if line is None:
                 yield None
         yield from self._with_tokens(parsed)
@@ -251,7 +239,8 @@ class Prompts:
         """
         seen: set[bytes] = set()
         self._draws = self._options.run.deduplicate  # Rows that draw differently are not equal.
-        for row in self._rows(_TOGETHER):
+        self._most_together = _TOGETHER
+        for row in self:
             if row is None:
                 continue
             if row.error is not None:
@@ -293,27 +282,46 @@ class Prompts:
             if not is_done:
                 if wrong is not None:
                     raise wrong
-                self._take(row, self._parser.parse(request_of(document, columns), row.shape))
+                self._parser.parse(request_of(document, columns), row)
+                self._prepare(row)
         except RequestError as error:
-            row.error = None if is_done else error
+            row.error, row.prompts = None if is_done else error, []
         return row
 
-    def _take(self, row: BatchRow, request: BatchRequest) -> None:
-        """Let a row have what it asks for. Raises: RequestError."""
-        namespace = self._options.cache_namespace
-        row.cache_salt = request.cache_salt if namespace is None else f"{namespace} {request.cache_salt or ''}"
-        prompts = list(self._prompts_of(request))
-        if request.scoring is not None:
-            self._check_scored(row)
-            [(prompt, is_chat)] = prompts
-            scored = request.scoring.tokens(self.tokenizer, prompt, self._limits.max_model_len, is_chat=is_chat)
-            row.prompts = [RowPrompt(scored.context, request.params, is_chat, scored=scored)]
+    def _prepare(self, row: BatchRow) -> None:
+        """Add the run's settings to what a line asks for: chats become texts, and what is scored tokens.
+
+        Raises: RequestError.
+        """
+        if (namespace := self._options.cache_namespace) is not None:
+            row.cache_salt = f"{namespace} {row.cache_salt or ''}"
+        for prompt in row.prompts:
+            self._write_chat(prompt)
+            prompt.lowers_max_tokens = prompt.lowers_max_tokens and not self._options.max_tokens_given
+            if prompt.scoring is not None:
+                self._check_scored(row)
+                given = prompt.token_ids if prompt.text is None else prompt.text
+                prompt.scored = prompt.scoring.tokens(
+                    self.tokenizer, given, self._limits.max_model_len, is_chat=prompt.is_chat
+                )
+                prompt.text, prompt.token_ids = None, prompt.scored.context
+
+    def _write_chat(self, prompt: RowPrompt) -> None:
+        """Write the text of a chat; the run's system prompt and tools turn a text into one. Raises: RequestError."""
+        run, messages, tools = self._options.run, prompt.messages, prompt.tools
+        makes_chat = run.system_prompt is not None or bool(run.tools and tools is None)
+        scores_itself = prompt.scoring is not None and prompt.scoring.continuations is None
+        if messages is None and prompt.text is not None and makes_chat and not scores_itself:
+            messages = [{"role": "user", "content": prompt.text}]
+        if messages is None:
+            prompt.tools = None
             return
-        lowers = not (request.max_tokens_given or self._options.max_tokens_given)
-        for prompt, is_chat in prompts:
-            text, ids = (prompt, list[int]()) if isinstance(prompt, str) else (None, prompt)
-            tools = self._tools_of(request) if is_chat else None
-            row.prompts.append(RowPrompt(ids, request.params, is_chat, text, lowers, tools))
+        prompt.tools = tools = run.tools if tools is None else tools
+        if tools and not self.tokenizer.shows_tools:
+            raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
+        arguments = {"tools": tools, **prompt.template_kwargs} if tools else prompt.template_kwargs
+        prompt.text = self.tokenizer.render_chat(with_system_prompt(messages, run.system_prompt), arguments)
+        prompt.is_chat, prompt.messages = True, None
 
     def _check_scored(self, row: BatchRow) -> None:
         """Raises: RequestError if the row cannot have scores."""
@@ -359,32 +367,6 @@ class Prompts:
         for name, value in changes.items():  # they are in range: checking all fields again takes as long as parsing
             msgspec.structs.force_setattr(params, name, value)
         return params
-
-    def _prompts_of(self, request: BatchRequest) -> Iterator[tuple[str | list[int], bool]]:
-        """The text or the token ids of each prompt, and whether it is a chat: the run's system prompt and tools turn
-        texts into chats. Raises: RequestError."""
-        run = self._options.run
-        if request.messages is not None:
-            yield self._chat_text(request, request.messages), True
-        makes_chats = run.system_prompt is not None or bool(run.tools and request.tools is None)
-        makes_chats = makes_chats and (request.scoring is None or request.scoring.continuations is not None)
-        for prompt in request.prompts:
-            if isinstance(prompt, str) and makes_chats:
-                yield self._chat_text(request, [{"role": "user", "content": prompt}]), True
-            else:
-                yield prompt, False
-
-    def _tools_of(self, request: BatchRequest) -> list[dict[str, Any]] | None:
-        return self._options.run.tools if request.tools is None else request.tools
-
-    def _chat_text(self, request: BatchRequest, messages: list[Message]) -> str:
-        run = self._options.run
-        messages = with_system_prompt(messages, run.system_prompt)
-        tools = self._tools_of(request)
-        if tools and not self.tokenizer.shows_tools:
-            raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
-        arguments = {"tools": tools, **request.chat_template_kwargs} if tools else request.chat_template_kwargs
-        return self.tokenizer.render_chat(messages, arguments)
 
 
 def open_prompts(

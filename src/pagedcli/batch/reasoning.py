@@ -11,15 +11,15 @@ from itertools import takewhile
 
 from pagedcli.batch.tokenizer import Tokenizer
 
-Span = tuple[int, int]  # generated tokens: the first, and the one after the last
+TokenSpan = tuple[int, int]  # generated tokens: the first, and the one after the last
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
     """The parts of an output. Marks and headers belong to none."""
 
-    reasoning: list[Span] = field(default_factory=list)
-    answer: list[Span] = field(default_factory=list)
+    reasoning: list[TokenSpan] = field(default_factory=list)
+    answer: list[TokenSpan] = field(default_factory=list)
     title: str = ""  # optional first line of the reasoning
     padding: str = ""  # characters around the marks to strip with them
 
@@ -30,7 +30,7 @@ class Spans:
     def texts(self, text: str, length: Callable[[int], int]) -> tuple[str, str]:
         """Reasoning and answer. `length`: characters of the text of leading tokens; a stop string may have cut it."""
 
-        def joined(spans: list[Span]) -> str:
+        def joined(spans: list[TokenSpan]) -> str:
             return "\n".join(text[length(start) : length(end)] for start, end in spans)
 
         reasoning = joined(self.reasoning).lstrip(self.padding).removeprefix(self.title).strip(self.padding)
@@ -99,7 +99,7 @@ class ChannelMessage:
     """A message of an output; its header may have begun in the prompt."""
 
     header: list[int]  # tokens before the body: role, recipient, channel
-    body: Span
+    body: TokenSpan
     recipient: str | None  # the tool that it calls; None: it is for the user, or for the model itself
 
 

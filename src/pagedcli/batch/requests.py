@@ -6,6 +6,7 @@ are in OpenAI's format, reduced to what a text model's chat template accepts.
 
 import json
 from collections import Counter
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -22,26 +23,26 @@ from pagedcli.core.scoring import SCORING
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.sampling_params import SamplingParams
 
-Message = dict[str, Any]  # role, content (text, list of text parts, or None), and all that templates may use
+ChatMessage = dict[str, Any]  # role, content (text, list of text parts, or None), and all that templates may use
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; as in transformers the first counts
 
 
-def read_messages(messages: Any) -> list[Message]:
+def read_messages(messages: Any) -> list[ChatMessage]:
     """Validated messages with all their fields. Raises: RequestError 'invalid_messages'."""
     if not isinstance(messages, list) or not messages:
         raise _invalid("'messages' must be a list with at least one message")
     return [_read_message(message, place) for place, message in enumerate(messages)]
 
 
-def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
+def with_system_prompt(messages: list[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
     """The messages preceded by `system_prompt`, unless they have a system message."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _read_message(message: Any, place: int) -> Message:
+def _read_message(message: Any, place: int) -> ChatMessage:
     where = f"messages[{place}]"
     if not isinstance(message, dict):
         raise _invalid(f"{where} must be an object with 'role' and 'content'")
@@ -132,15 +133,18 @@ NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS, 
 
 
 class RowPrompt(msgspec.Struct, eq=False):
-    """One prompt of a row: what the engine gets, and what comes of it."""
+    """One prompt of a row: what its line asks for, what the engine gets, and what comes of it."""
 
     token_ids: list[int]
     params: SamplingParams
     is_chat: bool = False  # whether the chat template wrote it
     text: str | None = None  # what is tokenized here; None: the line has the tokens
     lowers_max_tokens: bool = False  # to what fits: the line leaves max_tokens to the run
-    tools: list[dict[str, Any]] | None = None  # shown by the chat template
-    scored: ScoredTokens | None = None  # None: it generates
+    messages: list[ChatMessage] | None = None  # a chat, until the template has written its text
+    template_kwargs: dict[str, Any] = {}  # variables for the chat template
+    tools: list[dict[str, Any]] | None = None  # shown by the chat template; in a line None: the run's
+    scoring: ScoreRequest | None = None  # what the line wants scored; None: it generates
+    scored: ScoredTokens | None = None  # the tokens of that
     stop_checkers: StopCheckers | None = None  # None: no stop strings
     guides: Guides | None = None  # None: no grammar
     output: FinishedRequest | None = None  # None: unfinished
@@ -213,21 +217,8 @@ class BatchRow(msgspec.Struct, eq=False):
 _MOST_KNOWN = 1000  # different parameters that are kept: most lines of a file have the same
 
 
-class BatchRequest(msgspec.Struct):
-    """A valid line."""
-
-    prompts: list[str] | list[list[int]]  # texts or token ids, empty if there are messages
-    messages: list[Message] | None
-    params: SamplingParams
-    max_tokens_given: bool  # set by the line itself
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    tools: list[dict[str, Any]] | None = None  # None: the run's
-    scoring: ScoreRequest | None = None  # None: it generates
-
-
 class RequestParser:
-    """Turns lines into requests. `ignored` counts fields that had no effect, for a note at the end."""
+    """Reads what lines ask for. `ignored` counts fields that had no effect, for a note at the end."""
 
     def __init__(self, defaults: SamplingParams, *, strict: bool = False) -> None:
         self.ignored: Counter[str] = Counter()
@@ -236,9 +227,9 @@ class RequestParser:
         self._known: dict[bytes, SamplingParams] = {}  # parameters as JSON -> themselves, checked
         self._strict = strict
 
-    def parse(self, document: dict[str, Any], shape: RowShape) -> BatchRequest:
-        """Raises: RequestError with a code of this module."""
-        body = document
+    def parse(self, document: dict[str, Any], row: BatchRow) -> None:
+        """Give a row the salt and the prompts of its line. Raises: RequestError with a code of this module."""
+        body, shape = document, row.shape
         if shape != "plain":
             self._check_envelope(document, shape)
             body = document["body"]
@@ -266,16 +257,19 @@ class RequestParser:
         if shape != "plain" and (messages is None) == (shape == "chat.completion"):
             wanted = "messages" if shape == "chat.completion" else "prompt"
             raise RequestError("invalid_request", f"the body of a {document['url']} line needs {wanted!r}")
-        return BatchRequest(
-            prompts=prompts,
-            messages=messages,
+        row.cache_salt = _typed(body, "cache_salt", str, None)
+        new = partial(
+            RowPrompt,
             params=params,
-            max_tokens_given="max_tokens" in body,
-            cache_salt=_typed(body, "cache_salt", str, None),
-            chat_template_kwargs=_template_kwargs(body, in_chat=messages is not None),
+            lowers_max_tokens="max_tokens" not in body,
+            template_kwargs=_template_kwargs(body, in_chat=messages is not None),
             tools=_tools(body, in_chat=messages is not None),
             scoring=scoring,
         )
+        if messages is None:
+            row.prompts = [new([], text=each) if isinstance(each, str) else new(each) for each in prompts]
+        else:
+            row.prompts = [new([], messages=messages)]
 
     def _check_envelope(self, document: dict[str, Any], shape: RowShape) -> None:
         if document.get("method", "POST") != "POST":

@@ -14,7 +14,7 @@ import msgspec
 TARGET = "target"  # field of a row with the index of the right continuation
 MEASURES = ("logprob", "per_token", "per_byte")
 Interval = tuple[float, float]
-Prompt = tuple[list[list[int | None]], list[list[float]]]
+PromptLogprobs = tuple[list[list[int | None]], list[list[float]]]
 """Per token: ids of it and of the likeliest ones, and their log-probabilities."""
 _Z = 1.959964  # standard deviations of a two-sided interval of 95 %
 _BLOCK, _LEAST_BLOCKS = 32, 20  # neighbouring tokens that count as one observation, and how many make an interval
@@ -161,7 +161,7 @@ class LogitComparison:
     def num_tokens(self) -> int:
         return len(self._kls)
 
-    def add(self, a: Prompt, b: Prompt) -> None:
+    def add(self, a: PromptLogprobs, b: PromptLogprobs) -> None:
         """Count a prompt that both outputs have."""
         both = [[(ids, logprobs) for ids, logprobs in zip(*each, strict=True) if len(ids) > 1] for each in (a, b)]
         is_known = all(None not in ids for each in both for ids, _ in each)

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from pagedcli.batch.reasoning import Channels, Span, find_format
+from pagedcli.batch.reasoning import Channels, TokenSpan, find_format
 from pagedcli.batch.tokenizer import Tokenizer
 
 Tools = list[dict[str, Any]]  # tools in OpenAI's form
@@ -50,7 +50,7 @@ class ToolCall:
         return call if self.error is None else call | {"error": self.error}
 
 
-Calls = tuple[list[Span], list[ToolCall]]  # spans outside the calls, and the calls in their order
+Calls = tuple[list[TokenSpan], list[ToolCall]]  # spans outside the calls, and the calls in their order
 Read = Callable[["Tokenizer", Ids[int], Tools], list[ToolCall]]  # raises ValueError for tokens without calls
 
 
@@ -77,11 +77,13 @@ class MarkedCalls:
     length: Callable[[str], int]  # characters of the call that a text begins with, which may hold marks; 0: no call
     may_be_unmarked: bool  # whether an answer that is nothing but calls of known tools needs no mark
 
-    def find(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[Span], tools: Tools) -> Calls:
+    def find(
+        self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[TokenSpan], tools: Tools
+    ) -> Calls:
         """The calls in these spans of an output."""
         if self.may_be_unmarked and len(spans) == 1 and (calls := self._unmarked(output_token_ids, spans[0], tools)):
             return [], calls
-        outside: list[Span] = []
+        outside: list[TokenSpan] = []
         calls = []
         for first, last in spans:
             while (start := _place(output_token_ids, self.start, first, last)) < last:
@@ -112,7 +114,7 @@ class MarkedCalls:
             return longer, ends[later] + num_closing
         return calls, ends[0] + num_closing
 
-    def _unmarked(self, token_ids: Ids[int], span: Span, tools: Tools) -> list[ToolCall]:
+    def _unmarked(self, token_ids: Ids[int], span: TokenSpan, tools: Tools) -> list[ToolCall]:
         """The calls of an answer that is nothing but calls of known tools."""
         calls = _read(self.read, self.tokenizer, token_ids[slice(*span)], tools)
         known = {tool["function"]["name"] for tool in tools}
@@ -127,7 +129,9 @@ class ChannelCalls:
     channels: Channels
     start: ClassVar[None] = None  # no token of its own begins a call
 
-    def find(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[Span], tools: Tools) -> Calls:
+    def find(
+        self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], spans: list[TokenSpan], tools: Tools
+    ) -> Calls:
         """See MarkedCalls."""
         calls: list[ToolCall] = []
         called: set[int] = set()  # ends of the messages

@@ -120,11 +120,11 @@ def calibrate(
     return found if tokenizer is None else _with_host_time(engine, tokenizer, found)
 
 
-Kind = tuple[int, ...]
+StepKind = tuple[int, ...]
 """Steps that take the same time but for a few tokens of context."""
 
 
-def _kind(work: StepWork) -> Kind:
+def _kind(work: StepWork) -> StepKind:
     context = int(work.attended / work.num_tokens // ALIKE if work.is_decode else work.attended)
     return work.num_tokens, work.num_sampled, work.num_chunks, context
 
@@ -148,7 +148,7 @@ class _Measurement:
     engine: "runner.LLMEngine"
     budget_s: float
     on_progress: Callable[[float], None]
-    steps: dict[Kind, list[tuple[StepWork, float]]] = field(default_factory=dict)
+    steps: dict[StepKind, list[tuple[StepWork, float]]] = field(default_factory=dict)
     _took_s: dict[_Prompts, float] = field(default_factory=dict)
     _started: float = field(default_factory=time.perf_counter)
     _draw: random.Random = field(default_factory=lambda: random.Random(0))

@@ -13,14 +13,7 @@ import typer
 from pagedcli.audit.audit import ASSUMED_UNIT, EXIT_FAULT, Audit, Options, exit_code, planned, run_to_end, send_again
 from pagedcli.audit.client import Budget, Client
 from pagedcli.audit.plan import CHECKS
-from pagedcli.audit.report import (
-    facts,
-    page,
-    plan_table,
-    replay_table,
-    summary,
-    tables,
-)
+from pagedcli.audit.report import facts, page, plan_table, replay_table, summary, tables
 from pagedcli.audit.restart import load_memory, save_memory
 from pagedcli.audit.self_test import FaultTrial, trials
 from pagedcli.audit.shrink import load_case

@@ -12,8 +12,7 @@ from pagedcli.views.block_life import lived
 
 
 def print_block(trace: Path, block_id: int, step: int | None, tokenizer: str | None, format_: Format) -> None:
-    """Print who held the block, its contents and its story, up to a step as its forward pass sees the cache; None: to
-    the end."""
+    """Print who held the block, and its contents, up to a step as its forward pass sees the cache; None: to the end."""
     reader = TraceReader(trace)
     life, state = lived(reader, block_id, step)
     if step is None:

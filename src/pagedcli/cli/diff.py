@@ -26,7 +26,7 @@ from pagedcli.show.terminal import say, working
 from pagedcli.simulation.difference import Comparison, Side, recorded_sides
 from pagedcli.simulation.sources import read_prompts
 
-_side = partial(typer.Argument, callback=copied, show_default=False)
+_side = partial(typer.Argument, show_default=False)
 
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
@@ -55,6 +55,9 @@ def diff(
     Exit codes: 0 success, 1 a trace is damaged, 2 wrong usage, 3 some lines of a prompt file are bad.
     """  # fmt: skip
 
+    if before == after == Path("-"):
+        raise UsageError("standard input can be read only once", hint="pass one of the two as a file")
+    before, after = copied(before), copied(after)
     is_trace, is_other = (not path.is_dir() and _is_trace(path) for path in (before, after))
     if is_trace != is_other:
         raise UsageError(

@@ -38,7 +38,7 @@ from pagedcli.views.explain import explain_trace
 from pagedcli.views.moment import Replay
 from pagedcli.views.rows import values_of
 from pagedcli.views.step_choice import StepChoice
-from pagedcli.views.step_rows import Row, StepRows, file_columns
+from pagedcli.views.step_rows import FileRow, StepRows, file_columns
 
 _PART = re.compile(r"---\n(.*?)---\n\n(.*?)\n(?:## Run\n\n(.*?)\n)?## Answer\n\n(.*)", re.DOTALL)
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```json\n(.*?)```", re.DOTALL)
@@ -155,7 +155,7 @@ class LessonFacts:
         explainer, _ = explain_trace(TraceReader(trace), StepRows(self._add, StepChoice()))
         self._rows["explained"] = [values_of(ExplainedLookup(each, None), "json") for each in explainer.lookups]
 
-    def _add(self, table: str, rows: Iterable[Row]) -> None:
+    def _add(self, table: str, rows: Iterable[FileRow]) -> None:
         names = [column.key for column in file_columns(table)]
         self._rows.setdefault(table, []).extend(dict(zip(names, row, strict=True)) for row in rows)
 

@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pagedcli import __version__, process
-from pagedcli.errors import PagedcliError
-from pagedcli.process import check_room_for_torch, nothing_to_collect, shortage
+from pagedcli.errors import PagedcliError, check_room_for_torch, shortage
+from pagedcli.process import nothing_to_collect
 from pagedcli.show.terminal import discard, say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
@@ -53,6 +53,13 @@ _OLD_POOL = re.compile("^--num-gpu-blocks-override(?==|$)")  # vLLM's name of th
 
 class _Commands(TyperGroup):
     """Loads commands lazily and turns errors into messages and exit codes."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """All are switches. Without a default, typer would load pydantic for them, which takes longer than a help."""
+        found = super().get_params(ctx)
+        for switch in found:
+            switch.default = False
+        return found
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

@@ -156,7 +156,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
         tables = full_tables(scan, file.fit)
         if run is not None and options.format_ is not Format.JSON:  # JSON has these figures as facts
             tables = [*run_tables(run.found, run.subject.num_blocks, run.source, run.notes), *tables]
-    if pools is not None and is_table and options.all_:
+    if pools is not None and pools.unlimited.hit_rate and is_table and options.all_:
         tables.append(curve_table(pools, None if file.fit is None else file.fit.block_bytes))
     engine = file.refusal if file.decision is None else file.decision.expected_plan
     if engine is not None and (options.all_ or not is_table or file.decision is None):
@@ -168,7 +168,8 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
 def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
     """How long the file takes, and how much of it comes from the cache; and how many rows a run would refuse."""
     scan, survey = file.scan, file.scan.plan
-    parts, refused = [plural(scan.num_valid, "row")], list[str]()
+    of_all = f"{scan.num_valid:,} of " if scan.num_bad else ""
+    parts, refused = [of_all + plural(scan.num_rows, "row")], list[str]()
     if run is not None:
         found = run.found
         parts += [
@@ -185,7 +186,8 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
     if scan.bad_rows:
         first = scan.bad_rows[0]
         refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
-    return [f"{time}{', '.join(parts)}{why}.", *refused]
+    served = [f"{time}{', '.join(parts)}{why}."] if scan.num_valid or not scan.num_bad else []
+    return [*served, *refused]
 
 
 def _count(number: float, noun: str) -> str:

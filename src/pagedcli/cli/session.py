@@ -226,7 +226,7 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         signals = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else: nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else: nohup
             signals.append(signal.SIGHUP)  # the terminal was closed
         with on_signals(self._on_signal, signals):
             yield

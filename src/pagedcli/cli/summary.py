@@ -109,7 +109,7 @@ def say_summary(result: BatchResult) -> None:
     again = "no preemptions"
     if facts.num_preemptions:
         tokens = plural(facts.num_recomputed_tokens, "token")
-        again = f"{plural(facts.num_preemptions, 'preemption')}, {tokens} computed again"
+        again = f"{plural(facts.num_preemptions, 'preemption')}, {tokens} recomputed"
     say_wrapped(f"KV cache: at most {facts.peak_used_blocks:,} of {plural(facts.num_blocks, 'block')} in use; {again}.")
 
 

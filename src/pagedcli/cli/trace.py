@@ -33,9 +33,8 @@ from pagedcli.cli.recorded_run import RecordedFlags, ViewFlags, look_at, no_such
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import EXIT_BAD_ROWS, RequestError, UsageError
+from pagedcli.errors import EXIT_BAD_ROWS, RequestError, UsageError, check_room_for_torch
 from pagedcli.events import Emit, only_wanted, to_all
-from pagedcli.process import check_room_for_torch
 from pagedcli.show.panels import PlainView, print_ending
 from pagedcli.show.step_tables import StepConsole, StepPrinter
 from pagedcli.show.tables import Format
@@ -228,13 +227,7 @@ def _run(
             whole_run.finish(state)
             return whole_run.findings(state)
 
-        code = run_job(
-            job,
-            emit=emit,
-            trace_tokens=record_tokens,
-            findings_of_events=findings,
-            **how,
-        )
+        code = run_job(job, emit=emit, trace_tokens=record_tokens, findings_of_events=findings, **how)
     if writer is not None and writer.path.exists():
         say(f"trace: {writer.path}; view it with: pagedcli trace {job.record}")
     return code

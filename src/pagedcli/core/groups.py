@@ -99,10 +99,6 @@ class TableShape:
         """Entries in the block table of a sequence of this length, released ones included."""
         return blocks_for(num_tokens, self.block_size) * self.num_groups
 
-    def num_tokens(self, num_blocks: int) -> int:
-        """Tokens that this number of blocks holds, as long as no window has passed them."""
-        return num_blocks // self.num_groups * self.block_size
-
     def first_kept(self, group: int, num_computed: int) -> int:
         """The first span whose block the tokens from number num_computed on need. The span before the current one is
         always kept: its hash is part of the next."""

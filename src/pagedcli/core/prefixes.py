@@ -4,7 +4,6 @@ The identity of a full block is its tokens and everything before them. Needs nei
 kept as int64 bytes: fast to compare and hash, and invisible to the garbage collector.
 """
 
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,19 +20,13 @@ HashFunction = Callable[[bytes, int | None], int]
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int64."""
-    values = array("q", token_ids)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+    """Token ids as int64."""
+    return array("q", token_ids).tobytes()
 
 
 def token_ids_of(tokens: bytes) -> list[int]:
     """The inverse of token_bytes."""
-    values = array("q", tokens)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tolist()
+    return array("q", tokens).tolist()
 
 
 def hash_block(tokens: bytes, prefix: int | None = None) -> int:

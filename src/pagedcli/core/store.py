@@ -19,7 +19,7 @@ from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, num_equal_bytes, token_b
 
 FILE_BYTES = 2**26  # content of one file
 MOST_IN_WRITING = 4  # files that are being written: their blocks are in memory twice
-Kind = Literal["blocks", "state"]
+StoredKind = Literal["blocks", "state"]
 IsWritten = Callable[[int, Prefix], bool]  # whether a block or slot has this content, all of it
 
 
@@ -43,7 +43,7 @@ class StoredNote(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes  # tokens from the beginning of the chain to the end of the last block
     indices: list[int]  # entry of the block table of each part; of a state the number of spans before it
     hashes: list[int]  # chain hash of each part
-    kind: Kind = "blocks"
+    kind: StoredKind = "blocks"
 
     @classmethod
     def of(cls, file: ContentFile) -> "StoredNote":
@@ -70,7 +70,7 @@ class _Place:
 class _Offer:
     """Blocks of a chain, or the state after it, that wait to be written."""
 
-    kind: Kind
+    kind: StoredKind
     salt: str | None
     tokens: bytes
     blocks: deque[tuple[int, Prefix, int]]  # index as in StoredNote, content, block or slot
@@ -112,14 +112,14 @@ class PrefixStore:
         states: BlockMemory | None = None,
     ) -> None:
         self.folder, self.identity, self.facts = folder, identity, StoreFacts()
-        self._memories: dict[Kind, BlockMemory] = {"blocks": memory}
+        self._memories: dict[StoredKind, BlockMemory] = {"blocks": memory}
         if states is not None:
             self._memories["state"] = states
         self._num_groups = num_groups
         self._span_bytes = block_size * TOKEN_BYTES
-        self._places: dict[tuple[Kind, int], _Place] = {}  # kind and hash of the chain -> place
+        self._places: dict[tuple[StoredKind, int], _Place] = {}  # kind and hash of the chain -> place
         self._offers: deque[_Offer] = deque()
-        self._coming: set[tuple[Kind, int]] = set()  # what is offered or being written
+        self._coming: set[tuple[StoredKind, int]] = set()  # what is offered or being written
         self._writing: list[tuple[Future[ContentFile | str], StoredNote]] = []
         self._thread = ThreadPoolExecutor(1, "prefix-store")
         self._written: list[tuple[ContentFile, StoredNote]] = []
@@ -159,7 +159,7 @@ class PrefixStore:
         """After which of these numbers of spans the state is here, by the tokens before it."""
         return self._found("state", seq, prefixes)
 
-    def _found(self, kind: Kind, seq: CacheUser, prefixes: Mapping[int, Prefix]) -> set[int]:
+    def _found(self, kind: StoredKind, seq: CacheUser, prefixes: Mapping[int, Prefix]) -> set[int]:
         tokens, salt = token_bytes(seq.token_ids), _salt(seq)
         num_same: dict[int, int] = {}  # bytes of tokens that a file's chain has in common with the sequence
         found = set()
@@ -174,7 +174,7 @@ class PrefixStore:
                 found.add(index)
         return found
 
-    def _num_spans(self, kind: Kind, index: int) -> int:
+    def _num_spans(self, kind: StoredKind, index: int) -> int:
         """Spans of tokens that an entry depends on."""
         return index if kind == "state" else index // self._num_groups + 1
 
@@ -240,7 +240,7 @@ class PrefixStore:
 
     def _offer(
         self,
-        kind: Kind,
+        kind: StoredKind,
         seq: CacheUser,
         blocks: Iterable[tuple[int, Prefix, int]],
         num_spans: int,

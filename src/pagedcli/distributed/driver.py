@@ -10,14 +10,7 @@ from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fi
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path, read_record
 from pagedcli.batch.parquet import ParquetRows, ParquetSource
-from pagedcli.batch.prompts import (
-    KeptColumns,
-    Prompts,
-    batch_options,
-    limits_without_pool,
-    open_source,
-    open_tokenizer,
-)
+from pagedcli.batch.prompts import KeptColumns, Prompts, batch_options, limits_without_pool, open_source, open_tokenizer
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.distributed.parts import PartFolder, weigh_rows
 from pagedcli.errors import UsageError

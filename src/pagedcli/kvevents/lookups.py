@@ -10,6 +10,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import xxhash
 
@@ -166,7 +167,8 @@ class _Publisher:
         self._gone: dict[int, Reason] = {}  # nodes that were stored once, and why they left
         self._ghosts: Ghosts[int] = Ghosts()  # without those that leave in this message, for a request that it stores
         self._leaving: dict[int, None] = {}
-        self._after: defaultdict[tuple[int, str | None], list[int]] = defaultdict(list)  # node, salt -> next nodes
+        # node, salt -> the next nodes, in the order in which they were stored
+        self._after: defaultdict[tuple[int, str | None], dict[int, None]] = defaultdict(dict)
         self._message = 0  # number of the one that is read
 
     def take(self, message: Applied) -> None:
@@ -232,7 +234,8 @@ class _Publisher:
             if is_prompt:
                 self._judge(node, request, before_it)
             if not self._num_copies[node]:
-                before_it.append(node)
+                before_it.pop(node, None)
+                before_it[node] = None
             self._num_copies[node] += 1
             self._gone.pop(node, None)
             self._leaving.pop(node, None)
@@ -243,7 +246,7 @@ class _Publisher:
         self._open[event.hashes[-1]] = request
         self._just_stored.update(event.hashes)
 
-    def _judge(self, node: int, request: SeenRequest, others: list[int]) -> None:
+    def _judge(self, node: int, request: SeenRequest, others: dict[int, None]) -> None:
         """Count the next block of a prompt, and say of the first one why it was not found. `others`: blocks that were
         there after the same ones."""
         is_there, why = self._num_copies[node] > 0, self._gone.get(node)
@@ -252,7 +255,8 @@ class _Publisher:
             if why is not None:
                 request.gone_message, _, num_more = self._ghosts.find(node) or (self._message, None, 1)
                 request.num_more_blocks = num_more if why == "evicted" else None
-            cached = [each for each in others[-_MOST_COMPARED:] if self._num_copies[each] or each in self._leaving]
+            newest = islice(reversed(others), _MOST_COMPARED)
+            cached = [each for each in newest if self._num_copies[each] or each in self._leaving]
             own = self._found.tokens_of(node)
             request.num_partial_tokens = max(
                 (num_equal(own, self._found.tokens_of(each)) for each in cached), default=0

@@ -15,10 +15,10 @@ from pagedcli.remote import Remote, ServerError, checked_url, shown_url
 
 _TIMEOUT_S = 3.0
 _EVERY_S = 2.0
-Kind = Literal["gauge", "counter"]
+MetricKind = Literal["gauge", "counter"]
 
 # sample name: (key, description, gauge or counter); of several names for one key, a server has one
-_SAMPLES: dict[str, tuple[str, str, Kind]] = {
+_SAMPLES: dict[str, tuple[str, str, MetricKind]] = {
     "vllm:num_requests_running": ("running", "requests running", "gauge"),
     "vllm:num_requests_waiting": ("waiting", "requests waiting", "gauge"),
     "vllm:kv_cache_usage_perc": ("usage", "KV cache usage, 1 = full", "gauge"),

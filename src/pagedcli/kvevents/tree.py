@@ -384,7 +384,7 @@ class CurvePoint:
     num_more_blocks: int
     num_blocks_kept: int
     num_prompt_blocks_kept: Annotated[int, "blocks of prompts"]  # the others came back alone, as generated answers do
-    num_tokens_kept: Annotated[int, "tokens not computed again"]
+    num_tokens_kept: Annotated[int, "tokens not recomputed"]
 
 
 class LargerCache:

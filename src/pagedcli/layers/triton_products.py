@@ -80,7 +80,7 @@ _TENSORS = ("numbers", "scales", "zeros", "order")
 
 
 def _of_one(weight: Weight) -> KernelWeight:
-    """One weight, without the first dimension."""
+    """What a kernel reads of one weight, without the dimension of experts."""
     if isinstance(weight, Tensor):
         num_out, num_in = weight.shape
         return KernelWeight("floats", num_out, num_in, num_in, weight)
@@ -89,7 +89,8 @@ def _of_one(weight: Weight) -> KernelWeight:
     assert weight.levels in ((), E2M1), "no kernel reads other levels"
     weight, order = weight.in_order
     num_out, num_in = weight.codes.shape
-    bits, zeros = 4 if weight.bits == 4 else 8, weight.zeros if weight.minima is None else weight.minima
+    bits = 4 if weight.bits == 4 else 8
+    zeros = weight.zeros if weight.minima is None else weight.minima  # what the kernel subtracts
     if isinstance(zeros, int):
         zeros = torch.full_like(weight.scales, zeros, dtype=torch.uint8)
     return KernelWeight(

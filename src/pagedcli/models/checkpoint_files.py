@@ -15,7 +15,7 @@ import msgspec
 from pagedcli.errors import MissingModelError, ModelError
 
 _T = TypeVar("_T")
-Ids = int | tuple[int, ...] | None
+EosIds = int | tuple[int, ...] | None
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Factor = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 _BOUND = re.compile(r"Expected `(int|float)` [<>]=? \S+ - at `\$\.(\w+)(\[\d+\])?`")
@@ -34,7 +34,7 @@ _LARGEST_JSON = 2**26  # bytes; the weight index of a model of 100,000 tensors h
 
 
 class _GenerationJson(msgspec.Struct):
-    eos_token_id: Ids = None
+    eos_token_id: EosIds = None
 
 
 class _AddedToken(msgspec.Struct):
@@ -88,7 +88,7 @@ def check_supported(config: dict[str, Any], where: Path) -> None:
                 raise ModelError(f"{where}: {name} is {fields[name]}, but must be at most {_LARGEST[name]:,}")
 
 
-def stop_ids(path: Path, config_ids: Ids, *, vocab_size: int) -> tuple[int, ...]:
+def stop_ids(path: Path, config_ids: EosIds, *, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence ids: those of generation_config.json first, then those that only config.json has, then the
     tokenizer's."""
     generation_path = path / "generation_config.json"
@@ -125,7 +125,7 @@ def convert(content: dict[str, Any], kind: type[_T], where: Path) -> _T:
         raise ModelError(f"{where}: {error}", hint=hint) from error
 
 
-def _as_list(ids: Ids) -> list[int]:
+def _as_list(ids: EosIds) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 

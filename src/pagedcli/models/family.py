@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import Ids, Size
+from pagedcli.models.checkpoint_files import EosIds, Size
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec, read_rope_spec
@@ -53,7 +53,7 @@ class Llama:
     mlp_bias: bool = False
     layer_types: list[str] | None = None
     bos_token_id: int | None = 1
-    eos_token_id: Ids = 2
+    eos_token_id: EosIds = 2
     dtype: str | None = None
     torch_dtype: str | None = None
     # models.rope checks their types

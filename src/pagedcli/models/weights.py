@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
-from pagedcli.errors import ModelError
+from pagedcli.errors import ModelError, shortage
 from pagedcli.models.checkpoint_files import read_json, todays_name
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
@@ -22,7 +22,6 @@ from pagedcli.models.gguf.weights import GgufWeights
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, not_read, stacked
 from pagedcli.models.tensors import LLAMA_NAMES, Parameter, TensorNames
-from pagedcli.process import shortage
 
 # rotary tables, the shapes of packed weights, scales of activations, which are rounded per token or not at all, and of
 # the KV cache, whose own scales are used

@@ -8,6 +8,7 @@ update of any of them triggers a new build, and different machines can share a h
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -151,8 +152,6 @@ def find_compiler() -> Compiler:
 
     Raises: BackendError if there is none.
     """
-    if sys.platform == "win32":
-        raise BackendError("native kernels are built on Linux and macOS only")
     named = shlex.split(os.environ.get("CXX", ""))
     if named and shutil.which(named[0]) is None:
         raise BackendError(f"the C++ compiler of $CXX does not exist: {named[0]}", hint="correct or unset CXX")
@@ -233,8 +232,6 @@ def cache_directory() -> tuple[Path, tuple[str, ...]]:
 
 def _build_alone(compiler: Compiler, path: Path, *, is_kept: bool) -> str:
     """build, in one process at a time. Also removes what killed builds left. Returns the note."""
-    import fcntl  # not on Windows
-
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: two builds at once are only slower

@@ -64,47 +64,65 @@ template <class T> struct Output {
     Epilogue epilogue;
     int64_t width;     // elements of a row
     Matrix<Elem> out;  // whose rows may be longer
-    bool plain;        // nothing to do but to store
 
     Output(const Linear& l, Elem* to, Epilogue epilogue, Order order = BY_ROWS)
-        : l(l), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows), out{to, l.out_stride ? l.out_stride : width, order},
-          plain(epilogue == STORE && !l.bias) {}
+        : l(l), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows), out{to, l.out_stride ? l.out_stride : width, order} {}
 
     // Element `at` of a row of out and those after it, plus their biases, which lie from bias[first] on.
     inline vf biased(vf y, int64_t at, int64_t first = 0) const {
         if (!l.bias) return y;
+        if (at + VL <= width) return y + loadf(l.bias + first + at);
         float b[VL] = {};
         for (int i = 0; i < VL && at + i < width; i++) b[i] = l.bias[first + at + i];
         return y + loadf(b);
     }
 
-    inline vf gated(vf gate, vf up) const {
-        if (epilogue == GATE_CLAMPED) return clamped_gate<T>(gate, up);
-        return Rows<T>::round(epilogue == GATE_SILU ? silu_of(gate) : gelu_of(gate)) * up;
+    // The sums of one panel, [rows][PANEL], of the tokens from `token` on. Each epilogue has a loop of its own, so that a processor
+    // works on several rows at once.
+    void put(int64_t token, int64_t rows, int64_t panel, const float* sums) const {
+        switch (epilogue) {
+            case STORE: return put_rows<STORE>(token, rows, panel, sums);
+            case STORE_FLOAT: return put_rows<STORE_FLOAT>(token, rows, panel, sums);
+            case ADD: return put_rows<ADD>(token, rows, panel, sums);
+            case RELU2: return put_rows<RELU2>(token, rows, panel, sums);
+            case GELU: return put_rows<GELU>(token, rows, panel, sums);
+            case GATE_SILU: return put_rows<GATE_SILU>(token, rows, panel, sums);
+            case GATE_GELU: return put_rows<GATE_GELU>(token, rows, panel, sums);
+            case GATE_CLAMPED: return put_rows<GATE_CLAMPED>(token, rows, panel, sums);
+        }
     }
 
-    // The sums of one panel for one token.
-    inline void put(int64_t token, int64_t panel, const float* y) const {
-        if (plain && (panel + 1) * PANEL <= width)
-            return store_both<T>(out.at(token, panel * PANEL), loadf(y), loadf(y + VL));
-        if (epilogue >= GATE_SILU) {
+  private:
+    template <Epilogue E> inline vf gated(vf gate, vf up) const {
+        if constexpr (E == GATE_CLAMPED) return clamped_gate<T>(gate, up);
+        return Rows<T>::round(E == GATE_SILU ? silu_of(gate) : gelu_of(gate)) * up;
+    }
+
+    template <Epilogue E> void put_rows(int64_t token, int64_t rows, int64_t panel, const float* sums) const {
+        for (int64_t r = 0; r < rows; r++) put_row<E>(token + r, panel, sums + r * PANEL);
+    }
+
+    template <Epilogue E> inline void put_row(int64_t token, int64_t panel, const float* y) const {
+        if constexpr (E >= GATE_SILU) {
             const int64_t at = panel * VL;
             // a row of out has as many elements as the whole layer has gates, whose biases precede those of the ups
             const vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), at, out.width));
-            return store_some<T>(out.at(token, at), gated(gate, up), width - at);
+            return store_some<T>(out.at(token, at), gated<E>(gate, up), width - at);
         }
+        if (E == STORE && !l.bias && (panel + 1) * PANEL <= width)
+            return store_both<T>(out.at(token, panel * PANEL), loadf(y), loadf(y + VL));
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const int64_t at = panel * PANEL + v * VL;
             if (at >= width) return;
             vf value = biased(loadf(y + v * VL), at);
-            if (epilogue == STORE_FLOAT) {
+            if constexpr (E == STORE_FLOAT) {
                 store_some<F32>((float*)out.base + token * out.width + at, value, width - at);
                 continue;
             }
             Elem* to = out.at(token, at);
-            if (epilogue == RELU2) value = squared_relu(Rows<T>::round(value));
-            if (epilogue == GELU) value = gelu_of(Rows<T>::round(value));
-            if (epilogue == ADD) value = Rows<T>::round(value) + load_some<T>(to, width - at);
+            if constexpr (E == RELU2) value = squared_relu(Rows<T>::round(value));
+            if constexpr (E == GELU) value = gelu_of(Rows<T>::round(value));
+            if constexpr (E == ADD) value = Rows<T>::round(value) + load_some<T>(to, width - at);
             store_some<T>(to, value, width - at);
         }
     }

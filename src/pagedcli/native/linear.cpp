@@ -51,7 +51,7 @@ void run_piece(const Linear& l, const typename T::Op* x, int64_t x_stride, int64
                 else
                     multiply<T, R(), false>(x + row * x_stride, x_stride, panel, steps, next, sums);
             });
-            for (int64_t r = 0; r < rows; r++) output.put(row + r, p, sums + r * PANEL);
+            output.put(row, rows, p, sums);
         }
     }
 }
@@ -139,7 +139,7 @@ void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_t
                     x_order == BY_TILES ? TileRows{{(const char*)x, bytes, BY_TILES}} : to_tiles(x, num_tokens, bytes, room, threads);
                 return forward_tiles<TileProductBF16>(
                     rows, PackedTiles{l.weight, bytes}, padded_rows(l) / PANEL, num_tokens, threads,
-                    [&](int64_t t, int64_t p, const char* sums) { output.put(t, p, (const float*)sums); });
+                    [&](int64_t t, int64_t p, const char* sums) { output.put(t, 1, p, (const float*)sums); });
             } else
 #endif
                 forward<A, T>(l, (const E*)x, num_tokens, (E*)out, epilogue, threads);

@@ -5,7 +5,6 @@
 #include "packed_groups.h"
 #include "paths.h"
 
-#include <numeric>
 #include <optional>
 
 namespace {
@@ -282,12 +281,16 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
                 else with_packing(l, run);
             }
         }
-        for (int64_t r = 0; r < tokens; r++) {
-            float* y = sums + r * PANEL;
-            for (int64_t v = 0; l.scales && v < PANEL; v += VL) storef(y + v, loadf(y + v) * loadf(l.scales + p * PANEL + v));
-            output.put(begin + r, p, y);
-        }
+        for (float* y = sums; l.scales && y < sums + tokens * PANEL; y += PANEL)
+            for (int64_t v = 0; v < PANEL; v += VL) storef(y + v, loadf(y + v) * loadf(l.scales + p * PANEL + v));
+        output.put(begin, tokens, p, sums);
     }
+}
+
+template <int N> int32_t sum_of(const int8_t* bytes) {
+    int32_t sum = 0;
+    for (int i = 0; i < N; i++) sum += bytes[i];
+    return sum;
 }
 
 // Token t of the activations, padded and in the order of the weight's columns. Changes: what x points to, of this token.
@@ -304,18 +307,20 @@ void round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* ro
     memset(to + l.columns, 0, x.stride - l.columns);
     for (int64_t k = 0; k < x.stride; k += BLOCK_COLUMNS, steps += x.tokens) {
         const int64_t columns = std::clamp<int64_t>(l.columns - k, 0, BLOCK_COLUMNS);
-        *steps = quantize_row<T>(row + k, columns, (uint8_t*)to + k);
+        uint8_t* block = (uint8_t*)to + k;
+        // a constant number of columns is compiled without loops
+        *steps = columns == BLOCK_COLUMNS ? quantize_row<T>(row + k, BLOCK_COLUMNS, block) : quantize_row<T>(row + k, columns, block);
     }
-    const int32_t zero = (int32_t)std::max<int64_t>(0, l.zero);
     const int64_t part = std::min(chunks.columns, BLOCK_COLUMNS);
     for (int64_t c = 0; c < chunks.count; c++) {
         float total = 0;
         int32_t whole = 0;
         for (int64_t k = c * chunks.columns; k < (c + 1) * chunks.columns; k += part) {
-            whole = std::accumulate(to + k, to + k + part, 0);
+            whole = part == BLOCK_COLUMNS ? sum_of<BLOCK_COLUMNS>(to + k) : sum_of<BLOCK_COLUMNS / 2>(to + k);
             total += (float)whole * x.steps[k / BLOCK_COLUMNS * x.tokens + t];
         }
-        x.sums[c * x.tokens + t] = total, x.starts[c * x.tokens + t] = -zero * whole;
+        if (chunks.has_zero) x.starts[c * x.tokens + t] = (int32_t)-l.zero * whole;
+        else x.sums[c * x.tokens + t] = total;
     }
     if (!chunks.step_minima) return;
     const int64_t per_step = STEP_COLUMNS / chunks.columns;
@@ -364,21 +369,25 @@ void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_
                            int threads) {
     const Chunks chunks(l);
     const int64_t stride = chunks.padded_columns(), panels = padded_rows(l) / PANEL;
-    const int64_t num_sums = num_tokens * chunks.count, num_groups = (stride + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+    // what lies side by side for many tokens are lines of 64 bytes, an odd number: those of one token's groups lie in different
+    // sets of a cache
+    const int64_t num_places = num_tokens > 16 ? ((num_tokens + 15) / 16 | 1) * 16 : num_tokens;
+    const int64_t num_sums = num_places * chunks.count, num_groups = (stride + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
     static thread_local std::vector<int8_t> bytes;
     static thread_local std::vector<float> floats;
     static thread_local std::vector<int32_t> of_zero;
     static thread_local std::vector<int16_t> of_steps;
-    bytes.resize(num_tokens * stride), floats.resize(num_tokens * (num_groups + chunks.num_steps) + num_sums);
-    of_zero.resize(num_sums), of_steps.resize(num_sums + num_tokens);
-    float *steps = floats.data(), *sums = steps + num_tokens * num_groups, *sum_steps = sums + num_sums;
-    const Activations activations{bytes.data(), steps, sums, of_zero.data(), of_steps.data(), sum_steps, num_tokens, stride};
+    bytes.resize(num_tokens * stride), floats.resize(num_places * (num_groups + chunks.num_steps) + num_sums);
+    of_zero.resize(num_sums), of_steps.resize(num_sums + num_places);
+    float *steps = floats.data(), *sums = steps + num_places * num_groups, *sum_steps = sums + num_sums;
+    const Activations activations{bytes.data(), steps, sums, of_zero.data(), of_steps.data(), sum_steps, num_places, stride};
     const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP * 1.2;
     Cut cut(num_tokens, panels, chunks.panel_bytes(), stride, ns_per_row, threads);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
-        parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
+        // neighbours on one thread, as what belongs to a chunk lies side by side for them
+        for_rows(num_tokens > 16 ? threads : 1, num_tokens, 16, [&](int64_t t) {
             round_row<T>(l, chunks, (const E*)x + t * l.columns, activations, t);
         });
         cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {

@@ -224,12 +224,14 @@ struct Chunks {
     int64_t block_bytes, bytes;      // of a block; of a chunk
     int64_t num_steps = 0;           // of 256 columns
     int64_t head_bytes = 0;          // of what a panel begins with: see StepsHeader
+    bool has_zero;                   // see Headers
     bool step_minima = false;        // whether a panel begins with minima, too
 
     explicit Chunks(const Linear& l) {
         columns = l.chunk;
         count = (l.columns + columns - 1) / columns;
         with_packing(l, [&](auto header, auto codes) {
+            has_zero = header.HAS_ZERO;
             blocks = columns / codes.COLUMNS;
             block_bytes = codes.BYTES;
             bytes = header.BYTES + blocks * codes.BYTES;

@@ -14,8 +14,8 @@ import xxhash
 
 from pagedcli.planning.equal_runs import common_prefix, common_suffix
 
-Kind = Literal["time", "date", "id", "counter", "number", "language", "name", "start", "blank", "template", "text"]
-Span = tuple[int, int]
+TextKind = Literal["time", "date", "id", "counter", "number", "language", "name", "start", "blank", "template", "text"]
+TextSpan = tuple[int, int]
 
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec"
 _DAYS = "mon tue wed thu fri sat sun"
@@ -24,17 +24,14 @@ _LANGUAGES = (
     " italian japanese korean norwegian persian polish portuguese romanian russian spanish swedish thai turkish"
     " ukrainian urdu vietnamese deutsch français español italiano português"
 )
-_WORD_OF = {
-    "month": rf"(?:{'|'.join(_MONTHS.split())})[a-z]*\.?",
-    "day": rf"(?:{'|'.join(_DAYS.split())})[a-z]*\.?",
-}
+_WORD_OF = {"month": rf"(?:{'|'.join(_MONTHS.split())})[a-z]*\.?", "day": rf"(?:{'|'.join(_DAYS.split())})[a-z]*\.?"}
 _TIME = r"\d{1,2}[:.h]\d{2}(?:[:.]\d{2}(?:[.,]\d+)?)?(?:\s?[ap]\.?m\.?)?(?:\s?(?:Z|UTC|GMT|[A-Z]{3,4}))?"
 _DATE = (
     rf"(?:{_WORD_OF['day']},?\s+)?(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}"
     rf"|(?:the\s)?\d{{1,2}}(?:st|nd|rd|th|\.)?\s+(?:of\s)?{_WORD_OF['month']}(?:,?\s+\d{{4}})?"
     rf"|{_WORD_OF['month']}\s+\d{{1,2}}(?:st|nd|rd|th)?(?:,?\s+\d{{4}})?|{_WORD_OF['day']})"
 )
-_PATTERNS: dict[Kind, str] = {  # the first that fits nearly all
+_PATTERNS: dict[TextKind, str] = {  # the first that fits nearly all
     "time": rf"(?:{_DATE}(?:,?\s+|T)(?:at\s)?)?{_TIME}(?:[+-]\d{{2}}:?\d{{2}})?",
     "date": _DATE,
     "counter": r"[#№]?\d{1,6}",
@@ -129,7 +126,7 @@ def _word_end(text: str, end: int) -> int:
 class Place:
     """Where texts differ: between two contexts that they share, with a pattern of what stands there."""
 
-    kind: Kind
+    kind: TextKind
     before: str
     after: str
     is_first: bool  # `before` is everything before it
@@ -141,7 +138,7 @@ class Place:
         start = r"\A" if self.is_first else ""
         return re.compile(f"{start}{re.escape(self.before)}({self.pattern}){re.escape(self.after)}", re.DOTALL)
 
-    def find(self, text: str) -> Span | None:
+    def find(self, text: str) -> TextSpan | None:
         """Where it is in a text; None: nowhere."""
         found = self._compiled.search(text)
         return None if found is None else found.span(1)
@@ -185,7 +182,7 @@ def _after_all(differences: Sequence[Difference]) -> str:
     return found if count >= _FITS * len(texts) else ""
 
 
-def kind_of(parts: Sequence[str]) -> tuple[Kind, str]:
+def kind_of(parts: Sequence[str]) -> tuple[TextKind, str]:
     """The kind of what differs, and the pattern of it, if there is one. Parts of both texts of each pair."""
     found = [part.strip() for part in parts]
     if all(_is_markup(part) for part in parts):
@@ -216,7 +213,7 @@ def _counts(parts: Sequence[str]) -> bool:
 # ---------------------------------------------------------------------- changed texts
 
 
-def unit_around(text: str, span: Span) -> Span:
+def unit_around(text: str, span: TextSpan) -> TextSpan:
     """The brackets, the sentence or the line around a part; a long one, or what crosses marks of a template, is left
     alone."""
     start, end = span
@@ -251,7 +248,7 @@ def moved(
 ) -> list[str]:
     """The texts with what differs at the place moved to the end of what each shares with any other, but within its
     message: behind a mark it would be said by another."""
-    spans: list[Span | None] = []
+    spans: list[TextSpan | None] = []
     for text in texts:
         span = place.find(text)
         spans.append(unit_around(text, span) if span is not None and has_words else span)
@@ -262,11 +259,11 @@ def moved(
     for row, (base, span, num_shared) in enumerate(zip(bases, spans, _shared_beginnings(bases), strict=True)):
         if span is None:
             continue
-        most = len(base) - (len(tail) if tail and base.endswith(tail) else _last_line(base) if has_words else 0)
-        mark = marks.search(base, span[0]) if has_words else None
-        most = most if mark is None else min(most, mark.start())
-        target = min(num_shared, most)
-        if target < most and has_words:
+        end = len(base) - (len(tail) if tail and base.endswith(tail) else _last_line(base) if has_words else 0)
+        if has_words and (mark := marks.search(base, span[0])) is not None:
+            end = min(end, mark.start())
+        target = min(num_shared, end)
+        if has_words and target < end:
             target = _boundary_before(base, target, span[0])
         if target > span[0]:
             changed[row] = inserted(base, target, texts[row][span[0] : span[1]])

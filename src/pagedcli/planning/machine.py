@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from pagedcli.process import address_space
+from pagedcli.errors import address_space
 
 FOR_THREADS = 2**27  # bytes of address space that the stacks of threads take, and small tensors
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

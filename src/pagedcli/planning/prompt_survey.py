@@ -23,7 +23,7 @@ _MIN_RECENT = 65536
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
 _MOST_SHOWN = 5  # shared prefixes
 _MOST_ROWS = 4  # named of each
-Row = dict[str, Any]
+SurveyRow = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -223,7 +223,7 @@ class PromptSurvey:
         """Share of the prompts' tokens that an unlimited cache has, in blocks of a size in BLOCK_SIZES."""
         return self._total(_Shape.hit_tokens, block_size) / max(1, self.prompt_tokens)
 
-    def block_size_rows(self) -> list[Row]:
+    def block_size_rows(self) -> list[SurveyRow]:
         """Each block size with its hit rate and waste.
 
         waste: share of unfilled slots of all requests at full length; slots: what the whole file would take without
@@ -297,11 +297,11 @@ class PromptSurvey:
         enough = [s.num_units for s in self._shared.values() if s.num_rows >= share * self.num_prompts]
         return max(enough, default=0) * UNIT
 
-    def length_rows(self) -> list[Row]:
+    def length_rows(self) -> list[SurveyRow]:
         """Mean and percentiles of prompt lengths and of prompt and output together."""
         rows = []
         for name, lengths in (("prompt", self.prompt_lengths), ("prompt and output", self.total_lengths)):
-            row: Row = {"what": name, "total": sum(n * count for n, count in lengths.items())}
+            row: SurveyRow = {"what": name, "total": sum(n * count for n, count in lengths.items())}
             row["mean"] = row["total"] / self.num_prompts if lengths else None
             for key, share in (("min", 0.0), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
                 row[key] = percentile(lengths, share) if lengths else None

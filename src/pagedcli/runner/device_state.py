@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch, named_dtype
+from pagedcli.attention.base import Array, AttentionBackend, PagedBatch, named_dtype
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import StepInput
@@ -20,7 +20,6 @@ from pagedcli.models.base import CausalLM, cache_shape
 from pagedcli.models.mixers.recurrent import StateTensor
 from pagedcli.native.system import ask_for_huge_pages
 
-Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 _ALIGNMENT = 16  # bytes, of every array in a packed buffer
 _NUM_BUFFERS = 16  # a step takes a few, and two steps may be in flight
 

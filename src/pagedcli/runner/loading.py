@@ -19,7 +19,7 @@ from pagedcli.core.cache import pool_bytes
 from pagedcli.core.plan import Plan
 from pagedcli.core.sequence import Sequence
 from pagedcli.core.steps import ScheduledStep
-from pagedcli.errors import ConfigError
+from pagedcli.errors import ConfigError, shortage
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderRequest
 from pagedcli.models.hub import model_folder
@@ -30,7 +30,6 @@ from pagedcli.planning.decide import decide
 from pagedcli.planning.decision import Decision, choose_pool
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.printable import plural
-from pagedcli.process import shortage
 from pagedcli.records import size
 from pagedcli.runner.device_state import RunnerSpec
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
@@ -100,13 +99,7 @@ def load_engine(
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
     plan = replace(
-        plan,
-        limits=limits,
-        pool=pool,
-        weight_bytes=model.weight_bytes,
-        memory=memory,
-        kv_scales=scales,
-        notes=notes,
+        plan, limits=limits, pool=pool, weight_bytes=model.weight_bytes, memory=memory, kv_scales=scales, notes=notes
     )
     return LoadedEngine(path, decision, model, plan, runner)
 

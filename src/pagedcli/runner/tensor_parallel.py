@@ -50,9 +50,8 @@ _POLL_S = 20e-6
 # They ignore these signals from before they import torch, which takes seconds.
 _WORKER = """
 import signal, sys
-for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-    if hasattr(signal, name):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
 from pagedcli.runner.tensor_parallel import run_worker
 run_worker(int(sys.argv[1]))
 """

@@ -1,6 +1,5 @@
 """The tables of one block of a recorded run: at a step, or through the whole run."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pagedcli.printable import one_line, plural
@@ -14,14 +13,6 @@ from pagedcli.views.rows import ShownRow, tokens_in_block
 from pagedcli.views.words import when
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A line of a story."""
-
-    step: int | None
-    what: str
-
-
 class _ContentRow(ShownRow):
     """What the block contained for a time."""
 
@@ -32,6 +23,7 @@ class _ContentRow(ShownRow):
     seq_id: Annotated[int, "filled by seq"]
     label: Annotated[str, "request"]
     num_reuses: Annotated[int, "times found again"]
+    evicted_for: Annotated[str | None, "evicted for"]
     token_ids: tuple[int, ...] | None
     text: str | None
 
@@ -41,17 +33,16 @@ class _ContentRow(ShownRow):
 
 
 def block_tables(life: BlockLife, state: PoolState, facts: dict[str, Any], decode: Decode | None) -> list[Table]:
-    """Who held the block until now, its contents and its story. `facts`: see block_facts."""
+    """Who held the block until now, and its contents. `facts`: see block_facts."""
     group = "group" if state.num_groups > 1 else ""
     groups = dict.fromkeys([*(each.group for each in life.tenures), facts["group"]])
     notes = [*_notes(facts), *(group_words(state.started, each) for each in groups if group and each is not None)]
     holders = f"seq_id label place {group} since until how end"
-    contents = f"hash {group} since until seq_id label num_reuses text"
+    contents = f"hash {group} since until evicted_for seq_id label num_reuses text"
     found = [_ContentRow(each, decode) for each in life.contents]
     return [
         table(Tenure, "holders", _title(facts), life.tenures, holders, notes=notes),
         table(_ContentRow, "contents", "What it contained", found, contents),
-        table(_Told, "story", f"Story of block {life.block_id}", [_Told(*told) for told in life.story]),
     ]
 
 

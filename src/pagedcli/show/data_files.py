@@ -22,7 +22,7 @@ from pagedcli.records import Column
 from pagedcli.show.terminal import say
 from pagedcli.trace.fold import Fold, pool_fold
 from pagedcli.views.step_choice import StepChoice
-from pagedcli.views.step_rows import TABLES, Row, StepRows, file_columns
+from pagedcli.views.step_rows import TABLES, FileRow, StepRows, file_columns
 
 _GROUP_ROWS = 1 << 16  # rows of a Parquet row group
 
@@ -71,7 +71,7 @@ class CsvRows:
         self._rows = csv.writer(self._text, lineterminator="\n")
         self._rows.writerow([column.key for column in columns])
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Iterable[FileRow]) -> None:
         self._rows.writerows([csv_cell(value) for value in row] for row in rows)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class JsonRows:
         self._names = [column.key for column in columns]
         self._encode = msgspec.json.Encoder().encode
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Iterable[FileRow]) -> None:
         self._file.writelines(self._encode(dict(zip(self._names, row, strict=True))) + b"\n" for row in rows)
 
     def close(self) -> None: ...
@@ -102,9 +102,9 @@ class ParquetData:
         }  # fmt: skip
         self._schema = pa.schema([(column.key, types[column.kind]) for column in columns])
         self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
-        self._waiting: list[Row] = []
+        self._waiting: list[FileRow] = []
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Iterable[FileRow]) -> None:
         self._waiting.extend(rows)
         while len(self._waiting) >= _GROUP_ROWS:
             self._flush()
@@ -147,7 +147,7 @@ class DataFiles:
         tables = ",".join(self._rows or self.paths)
         return str(self._path.with_name(f"{self._path.stem}.{{{tables}}}{self._path.suffix}"))
 
-    def write(self, table: str, rows: Iterable[Row]) -> None:
+    def write(self, table: str, rows: Iterable[FileRow]) -> None:
         if self._problem is not None:
             return
         try:

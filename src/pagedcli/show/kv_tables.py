@@ -18,7 +18,7 @@ from pagedcli.show.tables import Format, Table, print_tables, table
 from pagedcli.show.why_tables import salts_tables, server_tables
 from pagedcli.trace.tokens import Decode
 
-Row = dict[str, Any]
+Figures = dict[str, Any]
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
 _MOST_BRANCHES, _MOST_TREES, _MOST_CACHES = 12, 8, 50
 
@@ -28,7 +28,7 @@ def medium_class(medium: str) -> str:
     return next((name for start, name in _MEDIUM_CLASSES.items() if medium.startswith(start)), "storage")
 
 
-def facts(state: KVState) -> Row:
+def facts(state: KVState) -> Figures:
     """All figures by name, over all publishers. Blocks are counted per cache group; a rate or a median of nothing is
     None."""
     checks = [each.sequence for each in state.publishers.values()]
@@ -78,7 +78,7 @@ _FIGURES = {  # those of the table, with their words
     "num_events": "events",
     "num_resident_blocks": "blocks resident now",
     "num_resident_tokens": "tokens resident now",
-    "peak_resident_blocks": "blocks resident at most",
+    "peak_resident_blocks": "blocks resident at the peak",
     "num_unique_blocks": "different blocks",
     "num_stored_blocks": "blocks stored",
     "num_removed_blocks": "blocks removed",
@@ -251,7 +251,7 @@ def _caches_table(rows: list[CacheRow]) -> Table:
     vetoed = {(row.publisher, row.group): row.num_vetoed_blocks for row in rows if row.num_vetoed_blocks}
     notes = [
         f"group {group} vetoed hits: {plural(num_blocks, 'block')} that another group still had "
-        f"{'was' if num_blocks == 1 else 'were'} computed again, as group {group} did not have them"
+        f"{'was' if num_blocks == 1 else 'were'} recomputed, as group {group} did not have them"
         for (_, group), num_blocks in vetoed.items()
     ]
     columns = (
@@ -327,7 +327,7 @@ def metrics_table(scraper: "kvevents.Scraper") -> Table:
 # ---------------------------------------------------------------------- through time
 
 
-def message_rows(reader: CaptureReader) -> Iterator[Row]:
+def message_rows(reader: CaptureReader) -> Iterator[Figures]:
     """What each message of a recording changed."""
     state = KVState(reader.sources)
     before = dict.fromkeys(("num_stored", "num_removed", "num_tokens_again"), 0)
@@ -347,7 +347,7 @@ def message_rows(reader: CaptureReader) -> Iterator[Row]:
         before, num_notes = after, len(state.notes)
 
 
-def message_line(row: Row) -> str:
+def message_line(row: Figures) -> str:
     """A message in a line."""
     time_s = "-" if row["time_s"] is None else f"{row['time_s']:.3f} s"
     twice = f", {row['num_tokens_computed_twice']:,} tokens twice" if row["num_tokens_computed_twice"] else ""

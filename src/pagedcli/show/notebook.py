@@ -34,7 +34,7 @@ from pagedcli.views.names import find_request
 from pagedcli.views.prefix_tree import PrefixTree
 from pagedcli.views.request_life import RequestLife
 from pagedcli.views.step_choice import StepChoice
-from pagedcli.views.step_rows import TABLES, Row, StepRows, file_columns
+from pagedcli.views.step_rows import TABLES, FileRow, StepRows, file_columns
 
 _MOST_STEPS = 2000  # longest film
 
@@ -146,9 +146,9 @@ class Trace:
         """The table of these steps as a data frame of pandas, or of polars where pandas is not installed."""
         if table not in TABLES:
             raise UsageError(f"there is no table {table!r}", hint=f"the tables are {', '.join(TABLES)}")
-        rows: list[Row] = []
+        rows: list[FileRow] = []
 
-        def write(name: str, more: Iterable[Row]) -> None:
+        def write(name: str, more: Iterable[FileRow]) -> None:
             if name == table:
                 rows.extend(more)
 
@@ -225,7 +225,7 @@ class Film:
 _PANDAS = {"int": "Int64", "float": "float64", "bool": "boolean", "text": "string"}
 
 
-def data_frame(columns: Sequence[Column], rows: Sequence[Row]) -> Any:
+def data_frame(columns: Sequence[Column], rows: Sequence[FileRow]) -> Any:
     """Rows as a data frame, with typed columns, also where all values are absent. Raises: UsageError."""
     values = zip(*rows, strict=True) if rows else [() for _ in columns]
     named = {column.key: list(each) for column, each in zip(columns, values, strict=True)}

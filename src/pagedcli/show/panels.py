@@ -144,7 +144,7 @@ def work_lines(moment: Moment) -> Text:
         f"hits      {others.tokens_hit:,} of {plural(others.tokens, 'token')} looked up, "
         f"{others.blocks_hit:,} of {others.blocks_asked:,} full blocks",
         f"preempted {plural(facts.num_preemptions, 'time')}: {plural(stats.num_dropped_tokens, 'token')} dropped, "
-        f"{recomputed:,} computed again ({percent(share)} of all computed)",
+        f"{recomputed:,} recomputed ({percent(share)} of all computed)",
         f"unfilled  {plural(use.unfilled_slots, 'slot')} of last blocks, {percent(use.unfilled_share)} of those in use"
         f" ({byte_text(use.unfilled_bytes)})",
         f"sharing   saves {plural(use.saved_blocks, 'block')} ({byte_text(use.saved_bytes)}); "

@@ -55,7 +55,7 @@ def file_table(
         rows.append(Fact("fits here", fit_in_words(fit)))
     if run is not None:
         preempted = f", {plural(run.num_preemptions, 'preemption')}" if run.num_preemptions else ""
-        rows.append(Fact("used at the peak", f"{plural(run.peak_used_blocks, 'block')}{preempted}"))
+        rows.append(Fact("KV blocks at the peak", f"{run.peak_used_blocks:,}{preempted}"))
     if pools is not None and pools.unlimited.hit_rate > NEARLY:
         rows.append(Fact("within 1 point of unlimited", plural(pools.enough.num_blocks, "block")))
     return table(Fact, "file", "The file", rows, notes=[*doubts, ALL_HINT])
@@ -263,9 +263,9 @@ def run_tables(found: Forecast, num_blocks: int, source: str, notes: Sequence[st
     peak, again = found.peak_used_blocks, found.num_recomputed_tokens
     rows += [
         Fact("steps", f"{found.num_steps:,}"),
-        Fact("prompt tokens found in the cache", f"{found.num_cached_tokens:,} ({percent_text(found.hit_rate)})"),
+        Fact("prompt tokens from the cache", f"{found.num_cached_tokens:,} ({percent_text(found.hit_rate)})"),
         Fact("KV blocks at the peak", f"{peak:,} of {num_blocks:,} ({percent_text(peak / num_blocks)})"),
-        Fact("preemptions", f"{found.num_preemptions:,}" + f", {plural(again, 'token')} computed again" * bool(again)),
+        Fact("preemptions", f"{found.num_preemptions:,}" + f", {plural(again, 'token')} recomputed" * bool(again)),
     ]
     notes = ["the real scheduler with the settings that generate uses here, without the model", *notes]
     without = "" if found.seconds is None else "without loading, as in the summary of generate; "

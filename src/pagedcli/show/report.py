@@ -32,7 +32,7 @@ from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import PHASES, RequestRow, WholeRun, story
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
-_Blocks = (
+_BlockEvent = (
     ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed | ev.DraftChecked
 )
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class PoolFrames(View):
     def on_block_copied(self, event: ev.BlockCopied, state: PoolState) -> None:
         self._touched_seqs[event.seq_id] = None
 
-    def _touch(self, event: _Blocks, state: PoolState) -> None:
+    def _touch(self, event: _BlockEvent, state: PoolState) -> None:
         self._touched.update(block_id for block_id in event.block_ids if block_id is not None)
         self._touched_seqs[event.seq_id] = None
 

@@ -17,7 +17,7 @@ from pagedcli.events import SNAPSHOT_WORDS, Event, StepScheduled
 from pagedcli.printable import id_ranges, one_line, printable_json
 from pagedcli.records import Column, computed
 from pagedcli.show.panels import block_ids_text, hit_table, pool_line, ref_counts_line, why_waiting
-from pagedcli.show.tables import Format, Piece, Row, Table, as_markdown, laid_out, markdown_text, table
+from pagedcli.show.tables import Format, Piece, Table, TableRow, as_markdown, laid_out, markdown_text, table
 from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
@@ -111,7 +111,7 @@ def step_tables(moment: Moment) -> list[Table]:
 def _sequences(moment: Moment, longest: Mapping[int, NamedPrefix]) -> Table:
     """Every sequence, or the followed ones: those that run before those that wait."""
     state, now = moment.state, Now(moment.state)
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for seq in _shown(moment, state.running()):
         blocks = _table_text(seq, longest.get(seq.seq_id), state)
         rows.append(values_of(SequenceRow(seq, now), "table") | {"blocks": blocks})

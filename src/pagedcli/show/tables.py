@@ -25,7 +25,7 @@ from pagedcli.records import percent as percent
 from pagedcli.records import size as size
 from pagedcli.records import text as text
 
-Row = Mapping[str, Any]
+TableRow = Mapping[str, Any]
 ALL_HINT = "every table: --all"
 
 
@@ -47,7 +47,7 @@ class Table:
     key: str
     title: str
     columns: Sequence[Column]
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
     notes: Sequence[str] = ()
     max_shown: int | None = None
     wrapped_at: int | None = None  # cells, for sentences in the last column, where the output itself has no width
@@ -101,11 +101,7 @@ def _lines(sentences: Sequence[str], width: int | None) -> list[str]:
 
 
 def print_tables(
-    tables: Sequence[Table],
-    format: Format,
-    *,
-    facts: Mapping[str, Any] | None = None,
-    story: Sequence[str] = (),
+    tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None, story: Sequence[str] = ()
 ) -> None:
     """Write tables to stdout, after their story, which JSON and CSV leave out. `facts` are added to the
     JSON object: {facts..., table key: [rows]}.

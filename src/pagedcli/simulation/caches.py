@@ -56,21 +56,21 @@ def accesses_of(workload: Requests, block_size: int, *, partial_blocks: bool = F
     numbers: dict[tuple[int, int], int] = {}
     blocks, tokens, starts = array("q"), array("q"), array("q", [0])
     for request in workload.requests:
-        for key in block_keys(request, workload.hash_size, block_size):
-            blocks.append(numbers.setdefault(key, len(numbers)))
-            tokens.append(block_size)
-        num_full = len(blocks) - starts[-1]
-        num_rest = request.num_prompt_tokens - num_full * block_size
+        keys = list(block_keys(request, workload.hash_size, block_size))
+        saved = [block_size] * len(keys)
+        num_rest = request.num_prompt_tokens - len(keys) * block_size
         if request.continuations is not None:  # lookups end before the last token of the context
-            num_asked = min(num_full, (request.num_context_tokens - 1) // block_size)
-            tokens[starts[-1] + num_asked :] = array("q", [0] * (num_full - num_asked))
-        elif num_full and not num_rest and not partial_blocks:
-            tokens[-1] -= 1  # the last token of a prompt is always computed
+            num_looked_up = (request.num_context_tokens - 1) // block_size
+            saved = [block_size if place < num_looked_up else 0 for place in range(len(keys))]
+        elif keys and not num_rest and not partial_blocks:
+            saved[-1] -= 1  # the last token of a prompt is always computed
         if partial_blocks and num_rest and workload.hash_size is not None:
-            num_in_last = request.num_prompt_tokens - (len(request.hashes) - 1) * workload.hash_size
-            if 0 < num_in_last <= workload.hash_size:
-                blocks.append(numbers.setdefault((request.hashes[-1], num_in_last), len(numbers)))
-                tokens.append(num_rest)
+            num_hashed = request.num_prompt_tokens - (len(request.hashes) - 1) * workload.hash_size  # by the last hash
+            if 0 < num_hashed <= workload.hash_size:
+                keys.append((request.hashes[-1], num_hashed))
+                saved.append(num_rest)
+        blocks.extend(numbers.setdefault(key, len(numbers)) for key in keys)
+        tokens.extend(saved)
         starts.append(len(blocks))
     prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
     return Accesses(_as_ints(blocks), _as_ints(starts), _as_ints(tokens), prompt_tokens, block_size)

@@ -41,7 +41,7 @@ class TraceLines(LineReader):
 Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromptLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 HashSize = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-Hashes = list[int | str]
+HashIds = list[int | str]
 TraceSeconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens per hash, which the lines do not name
@@ -55,7 +55,7 @@ class TraceRow(msgspec.Struct, kw_only=True):
     default_hash_size: ClassVar[int | None] = None  # tokens per hash; None: the lines say
     ticks_per_s: ClassVar[int] = 1000
     input_length: PromptLength
-    hash_ids: Hashes
+    hash_ids: HashIds
     output_length: Length | None = None
     block_size: HashSize | None = None  # tokens per hash
     timestamp: TraceSeconds | None = None
@@ -95,7 +95,7 @@ class KVCacheSimulator(TraceRow):
 class _Replay(msgspec.Struct):
     trace_block_size: HashSize
     input_length: PromptLength
-    input_sequence_hashes: Hashes
+    input_sequence_hashes: HashIds
 
 
 class _DynamoRequest(msgspec.Struct):
@@ -141,7 +141,7 @@ class LMCache(
     keys = frozenset(("chunk_hashes", "seq_len"))
     ticks_per_s = 1
     input_length: PromptLength
-    hash_ids: Hashes
+    hash_ids: HashIds
     block_size: HashSize
 
 

@@ -17,7 +17,7 @@ import msgspec
 import pagedcli.events as ev
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.files import TRACE, PendingFile, check_new, is_in_use, is_stream, what_is
-from pagedcli.line_files import LineReader, LineWriter, has_compressed_name
+from pagedcli.line_files import LineReader, LineWriter, has_compressed_name, is_copy
 from pagedcli.printable import plural
 
 _log = logging.getLogger("pagedcli")
@@ -235,8 +235,10 @@ class TraceReader:
             damage = f"not a trace of pagedcli, or its first line is damaged ({error})"
             what = damage if found in (None, TRACE.name) else f"not a trace, but {found}"
             raise TraceError(f"{self.place}: {what}", hint=self._record_again()) from error
-        if head.event != ev.EngineStarted.__struct_config__.tag or head.schema_version is None:
-            what = f"a trace begins with engine_started, this file with {head.event!r}"
+        starts = head.event == ev.EngineStarted.__struct_config__.tag
+        if not starts or head.schema_version is None:
+            other = "one without schema_version" if starts else repr(head.event)
+            what = f"a trace begins with engine_started, this file with {other}"
             raise TraceError(f"{self.place}: {what}", hint=self._record_again())
         if not ev.OLDEST_SCHEMA <= head.schema_version <= ev.SCHEMA_VERSION:
             is_older = head.schema_version < ev.OLDEST_SCHEMA
@@ -254,7 +256,7 @@ class TraceReader:
 
     def _record_again(self) -> str:
         """What to do about the file, which is replaced only if it is a trace."""
-        if not TRACE.has(self._lines.path):
+        if not TRACE.has(self._lines.path) or is_copy(self.path):
             return "a trace is recorded by: pagedcli generate PROMPTS.jsonl --record run.jsonl.zst"
         return f"record it again: pagedcli generate PROMPTS.jsonl --record {shlex.quote(str(self.path))} --overwrite"
 

@@ -1,4 +1,4 @@
-"""The life of one block: who held it and when, what it contained, and its story in words. A view of PoolState.
+"""The life of one block: who held it and when, and what it contained. A view of PoolState.
 
 Used by `trace RUN --block` and `explain --block`. With tokens recorded it also knows the tokens in the block.
 """
@@ -16,7 +16,7 @@ from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import TokenView
 from pagedcli.views.rows import tokens_in_block
-from pagedcli.views.words import Story, block_words, seq_name
+from pagedcli.views.words import seq_name
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class HeldContent:
     token_ids: tuple[int, ...] | None  # None: not recorded
     num_reuses: int = 0  # times a sequence found it in the cache
     until: int | None = None  # the step that dropped it; None: still there
-    evicted_for: str | None = None  # the reason in words; empty in older traces; None: it was not evicted
+    evicted_for: str | None = None  # the sequence that needed the room; empty in older traces; None: not evicted
 
 
 class BlockLife(TokenView):
@@ -56,12 +56,11 @@ class BlockLife(TokenView):
         self.block_id = block_id
         self.tenures: list[Tenure] = []
         self.contents: list[HeldContent] = []
-        self.story: Story = []
         self._holders: dict[int, Tenure] = {}  # the present ones by sequence
 
     def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
         moves = [self._move] if event_type in (ev.BlockCopied, ev.BlocksReleased) else []
-        return [self._tell, *super().handlers(event_type), *moves]
+        return [*super().handlers(event_type), *moves]
 
     @property
     def owners(self) -> list[Tenure]:
@@ -86,11 +85,6 @@ class BlockLife(TokenView):
         return None if token_ids is None else tuple(token_ids[first : first + state.block_size])
 
     # ------------------------------------------------------------------ events
-
-    def _tell(self, event: ev.Event, state: PoolState) -> None:
-        words = block_words(self.block_id, event, lambda seq_id: seq_name(state, seq_id))
-        if words is not None:
-            self.story.append((None if isinstance(event, ev.EngineStarted) else state.step_number, words))
 
     def _move(self, event: ev.BlockCopied | ev.BlocksReleased, state: PoolState) -> None:
         """A copy took the place of the block that it copies, or blocks before this one left the table."""
@@ -141,8 +135,8 @@ class BlockLife(TokenView):
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.block_id == self.block_id:
-            needed = "" if event.for_seq_id is UNSET else f" for {seq_name(state, event.for_seq_id)}"
-            self.contents[-1].evicted_for = needed
+            needed_by = "" if event.for_seq_id is UNSET else seq_name(state, event.for_seq_id)
+            self.contents[-1].evicted_for = needed_by
             self._drop_content(state.step_number)
 
     def on_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:

@@ -114,7 +114,7 @@ class SequenceRow(ShownRow):
     num_right_guesses: Annotated[int, "right", Means("of these, accepted ones", "tokens")]
     num_cached_tokens: Annotated[int, "cached", Means("tokens that its last prefix lookup found", "tokens")]
     num_preemptions: Annotated[int, "preempted", Means("how often it has been preempted", "times")]
-    num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens computed again", "tokens")]
+    num_recomputed_tokens: Annotated[int, "recomputed", Means("tokens recomputed", "tokens")]
     num_waited_steps: Annotated[int, "waited", Means("steps in which it has waited", "steps")] = computed(
         lambda row: row.seq.num_steps_waited(row.now.step)
     )
@@ -204,8 +204,7 @@ class BlockRow:
     ref_count: Annotated[int, Means("sequences that hold it; 0: cached")]
     num_tokens: Annotated[int, Means("slots that hold a token after this step")]
     hash: Annotated[
-        Hash | None,
-        Means("its content and all before it, 16 hexadecimal digits; null: partial, not yet findable"),
+        Hash | None, Means("its content and all before it, 16 hexadecimal digits; null: partial, not yet findable")
     ]
     group: Annotated[int, Means("the group of layers whose K and V it holds, from 0")]
     seq_ids: Annotated[list[int], Means("the sequences that hold it")]
@@ -284,8 +283,7 @@ class StepRow:
     waiting_seq_id: Annotated[int | None, Means("the first waiting sequence, if the scheduler said why it waits")]
     waiting_reason: Annotated[str | None, Means(f"why: {', '.join(_REASONS[:-1])} or {_REASONS[-1]}")]
     hit_rate: Annotated[
-        Share | None,
-        Means("tokens found / tokens looked up, 0 to 1, by first lookups of requests since the start"),
+        Share | None, Means("tokens found / tokens looked up, 0 to 1, by first lookups of requests since the start")
     ]
     block_hit_rate: Annotated[Share | None, Means("full blocks found / full blocks looked up, by the same lookups")]
     recent_hit_rate: Annotated[Share | None, Means(f"hit_rate, {_RECENT}")]

@@ -265,7 +265,7 @@ class StepSeries(View):
         self.columns = {name: array("q") for name in self.COLUMNS}
         self.first_step = 0
         self.blocked = array("b")  # per step why the first in the queue was not scheduled, in WAITING_REASONS
-        self._at_schedule: tuple[int, ...] = ()
+        self._scheduled: tuple[int, ...] = ()  # the pool as the present step was scheduled; empty: none was
         self._hits = LookupHits()  # hits of the current step
 
     def __len__(self) -> int:
@@ -279,29 +279,29 @@ class StepSeries(View):
 
     def _see(self, state: PoolState, num_new_tokens: int) -> None:
         running = state.num_running
-        self._at_schedule = (
+        self._scheduled = (
             state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
             len(state.seqs) - running, num_new_tokens,
         )  # fmt: skip
         self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
 
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
-        if not self._at_schedule:  # it failed before: the empty pool stands for it
+        if not self._scheduled:  # it failed before: the empty pool stands for it
             self._see(state, 0)
         self._append(event, state)
 
     def _append(self, event: ev.EngineStarted | ev.StepFinished | ev.StepFailed, state: PoolState) -> None:
-        """Append the step. One that the earlier part of a resumed run did not finish ends as the engine starts."""
+        """Append the scheduled step, once it has ended; one that a killed run left open, when the next part starts."""
         step = state.step
-        if step is None or not self._at_schedule:
+        if step is None or not self._scheduled:
             return
         hits, self._hits = self._hits, LookupHits()
         row = (
-            step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
+            step.start_ns, step.busy_ns, *self._scheduled, step.num_sampled,
             hits.from_others.tokens, hits.from_others.tokens_hit, hits.own.tokens_hit,
             self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
         )  # fmt: skip
-        self._at_schedule = ()
+        self._scheduled = ()
         if not len(self):
             self.first_step = step.step
         self.blocked.append(WAITING_REASONS.index(None if step.waiting is None else step.waiting.reason))

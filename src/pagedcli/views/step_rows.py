@@ -19,8 +19,8 @@ from pagedcli.views.state_slots import SlotRow, state_slots
 from pagedcli.views.stats import RunStats
 from pagedcli.views.step_choice import StepChoice
 
-Row = tuple[Any, ...]
-Write = Callable[[str, Iterable[Row]], None]  # the name of a table, and rows of it
+FileRow = tuple[Any, ...]
+Write = Callable[[str, Iterable[FileRow]], None]  # the name of a table, and rows of it
 
 
 TABLES: dict[str, type] = {
@@ -36,13 +36,13 @@ def file_columns(table: str) -> list[Column]:
     return [replace(each, kind="text") if each.show is hash_text else each for each in columns]
 
 
-def file_row(table: str) -> Callable[[int, object], Row]:
+def file_row(table: str) -> Callable[[int, object], FileRow]:
     """What makes the row of a file from a step and a record; hashes are text."""
     columns = file_columns(table)[1:]
     read = attrgetter(*(column.key for column in columns))
     hashes = [1 + place for place, column in enumerate(columns) if column.show is hash_text]
 
-    def row(step: int, record: object) -> Row:
+    def row(step: int, record: object) -> FileRow:
         values = [step, *read(record)]
         for place in hashes:
             values[place] = hash_text(values[place])

@@ -219,7 +219,7 @@ class RequestRow(ShownRow):
     num_cached: Annotated[int, "cached tokens"]
     num_output: Annotated[int, "generated tokens"] = computed(lambda row: row.num_output_tokens)
     num_preemptions: Annotated[int, "times preempted"]
-    num_recomputed: Annotated[int, "tokens computed again"] = computed(lambda row: row.num_recomputed_tokens)
+    num_recomputed: Annotated[int, "tokens recomputed"] = computed(lambda row: row.num_recomputed_tokens)
     total_s: Annotated[Seconds, "total"] = computed(lambda row: sum(row.seconds.values()))
     waiting_s: Annotated[Seconds, "waiting"] = computed(lambda row: row.seconds["waiting"])
     prefill_s: Annotated[Seconds, "prefill"] = computed(lambda row: row.seconds["prefill"])
@@ -250,7 +250,7 @@ class RequestRow(ShownRow):
             "prefill": f"computing {plural(self.num_prompt, 'prompt token')} ({self.num_cached:,} cached)",
             "decode": f"generating {plural(self.num_output, 'token')}",
             "preempted": f"preempted {plural(self.num_preemptions, 'time')}, "
-            f"{plural(self.num_recomputed, 'token')} computed again",
+            f"{plural(self.num_recomputed, 'token')} recomputed",
         }
         shown = [f"{seconds_text(part)} {words[status]}" for status, part in _largest_first(self.seconds)]
         reasons = [f"{ev.WAITING_WORDS[why]} {seconds_text(part)}" for why, part in _largest_first(self.waited_for)]

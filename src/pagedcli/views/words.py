@@ -1,7 +1,7 @@
 """Events in words: one line for one event, and the story of a sequence or a block. Used by all that shows events."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from msgspec import UNSET
 
@@ -267,19 +267,19 @@ def _prompt_tokens(seq_id: int, event: ev.StepScheduled, num_drafted: int) -> st
 
 def block_story(block_id: int, events: Iterable[StepEvent]) -> Story:
     """Who held a block, and what it held."""
-    told = ((step, block_words(block_id, event)) for step, event in events)
+    told = ((step, _block_words(block_id, event)) for step, event in events)
     return [(step, words) for step, words in told if words is not None]
 
 
-def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "seq {}".format) -> str | None:
-    """The event as part of a block's story; None if it does not change the block. `name`: what a sequence is called."""
+def _block_words(block_id: int, event: ev.Event) -> str | None:
+    """The event as part of a block's story; None if it does not change the block."""
     match event:
         case ev.BlockEvicted(block_id=evicted, hash=block_hash) if evicted == block_id:
-            needed = "" if event.for_seq_id is UNSET else f" for {name(event.for_seq_id)}"
+            needed = "" if event.for_seq_id is UNSET else f" for seq {event.for_seq_id}"
             return f"evicted{needed}: its content ({block_hash:016x}) is dropped"
         case ev.BlockCopied(seq_id=seq_id, source_block_id=source, copy_block_id=copy) if block_id in (source, copy):
             return (
-                f"copied to block {copy} for {name(seq_id)}"
+                f"copied to block {copy} for seq {seq_id}"
                 if block_id == source
                 else f"becomes a copy of block {source}"
             )
@@ -288,21 +288,21 @@ def block_words(block_id: int, event: ev.Event, name: Callable[[int], str] = "se
         case ev.StepFailed(cached_block_ids=cached):
             return f"the step failed: {'still cached' if block_id in cached else 'empty'}"
         case ev.BlocksAllocated(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"allocated to {name(seq_id)}"
+            return f"allocated to seq {seq_id}"
         case ev.BlocksReused(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"reused by {name(seq_id)}"
+            return f"reused by seq {seq_id}"
         case ev.BlocksRestored(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
             block_hash = hashes[event.indices[ids.index(block_id)]]
-            return f"read from the prefix store for {name(seq_id)}: content {block_hash:016x}"
+            return f"read from the prefix store for seq {seq_id}: content {block_hash:016x}"
         case ev.BlocksFilled(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
-            return f"filled by {name(seq_id)}: content {hashes[ids.index(block_id)]:016x}"
+            return f"filled by seq {seq_id}: content {hashes[ids.index(block_id)]:016x}"
         case ev.BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by {name(seq_id)}"
+            return f"released by seq {seq_id}"
         case ev.DraftChecked(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by {name(seq_id)}: it was taken for rejected draft tokens"
+            return f"released by seq {seq_id}: it was taken for rejected draft tokens"
         case ev.WindowPassed(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by {name(seq_id)}: no later token sees it"
+            return f"released by seq {seq_id}: no later token sees it"
         case ev.SequenceForked(parent_seq_id=parent, seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"shared with {name(seq_id)}, forked from {name(parent)}"
+            return f"shared with seq {seq_id}, forked from seq {parent}"
         case _:
             return None

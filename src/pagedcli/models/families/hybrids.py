@@ -178,11 +178,7 @@ class Lfm2(Hybrid):
     block_ffn_dim_multiplier: float | None = 1.0
     block_multiple_of: Size = 256
 
-    renamed = {
-        "norm_eps": "rms_norm_eps",
-        "block_ff_dim": "intermediate_size",
-        "tie_embedding": "tie_word_embeddings",
-    }
+    renamed = {"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
     biases = UNBIASED
     qk_norm = "heads"
     names = TensorNames(

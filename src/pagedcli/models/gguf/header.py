@@ -15,10 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pagedcli.errors import MissingModelError, ModelError
+from pagedcli.errors import MissingModelError, ModelError, shortage
 from pagedcli.models.checkpoint_files import MOST_LAYERS
 from pagedcli.models.gguf.types import REFUSED, TYPES, GgmlType
-from pagedcli.process import shortage
 
 MAGIC = b"GGUF"
 _HINT = "download the file again"
