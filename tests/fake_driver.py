@@ -14,13 +14,13 @@ class Loaded:
 class FakeDriver:
     """Use `install`; `launches` are (kernel, grid, arguments)."""
 
-    def __init__(self, capability=90, registers=0):
+    def __init__(self, capability=90):
         from triton.backends.compiler import GPUTarget
 
         self._target = GPUTarget("cuda", capability, 32)
         self.launches = []
         self.utils = SimpleNamespace(
-            load_binary=lambda name, binary, shared, device: (object(), Loaded(name), registers, 0, 1024),
+            load_binary=lambda name, binary, shared, device: (object(), Loaded(name), 0, 0, 1024),
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
         )
 

@@ -71,14 +71,14 @@ def _of_experts(stack):
 class Conversion:
     """The tensors of a checkpoint by the file's names, and the file's metadata."""
 
-    def __init__(self, source):
+    def __init__(self, source, arch=None):
         self.config = json.loads((source / "config.json").read_text())
         self.model_type = self.config["model_type"]
         if "layers_block_type" in self.config:
             self.config["num_hidden_layers"] = len(self.config["layers_block_type"])
         for name, other in _KIMI_NAMES.items() if self.model_type == "kimi_linear" else ():
             self.config[name] = self.config[other]
-        self.arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[self.model_type])
+        self.arch = arch or getattr(gguf.MODEL_ARCH, ARCHITECTURES[self.model_type])
         self._names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
         self._stored = load_file(source / "model.safetensors")
 
@@ -96,7 +96,7 @@ class Conversion:
         for name, numbered in experts.items():
             stacked = re.sub(r"backbone(.*)mixer", r"model\1mlp", name)  # as the conversion calls them
             found[self._mapped(stacked)] = np.stack([numbered[i] for i in range(len(numbered))]).astype(np.float32)
-        return found | self._frequencies()
+        return found | self.frequencies()
 
     def _mapped(self, name):
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -207,7 +207,7 @@ class Conversion:
         yield f"blk.{layer}.attn_qkv.weight", np.concatenate([part.reshape(-1, values.shape[1]) for part in qkv])
         yield f"blk.{layer}.attn_gate.weight", z.reshape(-1, values.shape[1])
 
-    def _frequencies(self):
+    def frequencies(self):
         """What frequencies are divided by: in Gemma 4 those that do not turn by a huge number."""
         rope = self.config.get("rope_parameters") or {}
         if rope.get("rope_type") == "llama3":
@@ -237,14 +237,17 @@ class Conversion:
         w.add_embedding_length(config["hidden_size"])
         w.add_block_count(config["num_hidden_layers"])
         w.add_head_count(config["num_attention_heads"])
-        if "rms_norm_eps" in config:
-            w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        if "rms_norm_eps" in config or self.model_type.startswith("lfm2"):
+            w.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
         for key in ("norm_eps", "norm_epsilon", "layer_norm_eps"):
             if key in config:
                 w.add_layer_norm_eps(config[key])
         w.add_rope_freq_base(self._theta(full))
         if "sliding_attention" in rope:
             w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        if full.get("rope_type") == "linear":
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(full["factor"])
         if full.get("rope_type") == "yarn":
             w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             w.add_rope_scaling_factor(full["factor"])
@@ -265,6 +268,16 @@ class Conversion:
             self._gated_delta(w)
         if self.arch.name.startswith("GRANITE"):
             self._granite(w)
+        if self.model_type.startswith("lfm2"):
+            self._lfm2(w)
+        if self.model_type == "phi3":
+            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            w.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1)))
+        if self.model_type == "gemma2":
+            w.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+            w.add_final_logit_softcapping(config["final_logit_softcapping"])
+        if self.model_type == "gpt_oss":
+            w.add_expert_feed_forward_length(config["intermediate_size"])
         if config.get("sliding_window") and "layer_types" in config:
             w.add_sliding_window(config["sliding_window"])
             w.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
@@ -317,13 +330,14 @@ class Conversion:
 
     def _theta(self, rope):
         """Hunyuan's alpha is in the base."""
-        exponent = self.config.get("head_dim", 0) / max(1, self.config.get("head_dim", 0) - 2)
+        head_dim = self.config.get("head_dim") or 0
+        exponent = head_dim / max(1, head_dim - 2)
         return rope.get("rope_theta", 10000.0) * (rope["alpha"] ** exponent if rope.get("alpha") else 1.0)
 
     def _sizes(self, w):
         config = self.config
         if config.get("intermediate_size"):
-            w.add_feed_forward_length(config["intermediate_size"])
+            w.add_feed_forward_length(self._inner_size())
         if config.get("moe_intermediate_size"):
             w.add_expert_feed_forward_length(config["moe_intermediate_size"])
         for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
@@ -339,7 +353,22 @@ class Conversion:
             heads = [heads if each in ("attention", "full_attention") else 0 for each in config["layers_block_type"]]
         if self.model_type == "granitemoehybrid":
             heads = [heads if each in ("attention", "full_attention") else 0 for each in config["layer_types"]]
+        if self.model_type.startswith("lfm2"):
+            heads = [0 if each == "conv" else heads for each in config["layer_types"]]
         w.add_head_count_kv(heads)
+
+    def _inner_size(self):
+        config = self.config
+        if not config.get("block_auto_adjust_ff_dim"):
+            return config["intermediate_size"]
+        inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+        return -(-inner // config["block_multiple_of"]) * config["block_multiple_of"]
+
+    def _lfm2(self, w):
+        w.add_shortconv_l_cache(self.config["conv_L_cache"])
+        if self.model_type == "lfm2_moe":
+            w.add_leading_dense_block_count(self.config["num_dense_layers"])
+            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
     def _latents(self, w, rope):
         config = self.config

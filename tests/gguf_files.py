@@ -33,7 +33,6 @@ ARCHITECTURES = {
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2MOE",
 }
-LINEAR = re.compile(r"\.(q|k|v|o|qkv|gate|up|down|gate_up)_proj\.weight$|\.w[123]\.weight$")
 
 
 def random_blocks(kind, rows, columns, rng, spread=0.05):
@@ -123,101 +122,20 @@ class _Writer:
             return self.config["num_attention_heads"]
         return self.config["num_key_value_heads"] if ".k_proj." in name else None
 
-    def metadata(self):
-        w, config = self.writer, self.config
-        rope = config.get("rope_parameters") or {}
-        flat = rope.get("full_attention", rope)
-        w.add_context_length(config["max_position_embeddings"])
-        w.add_embedding_length(config["hidden_size"])
-        w.add_feed_forward_length(self.inner_size())
-        w.add_block_count(config["num_hidden_layers"])
-        w.add_head_count(config["num_attention_heads"])
-        kv_heads = config["num_key_value_heads"]
-        if self.model_type.startswith("lfm2"):
-            w.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
-        else:
-            w.add_head_count_kv(kv_heads)
-        w.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
-        w.add_rope_freq_base(flat.get("rope_theta", 10000.0))
-        if "sliding_attention" in rope:
-            w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-        if config.get("head_dim"):
-            w.add_key_length(config["head_dim"])
-            w.add_value_length(config["head_dim"])
-        w.add_bos_token_id(config["bos_token_id"])
-        w.add_eos_token_id(config["eos_token_id"])
-        self._rope(flat)
-        self._family()
-
-    def inner_size(self):
-        config = self.config
-        if not config.get("block_auto_adjust_ff_dim"):
-            return config["intermediate_size"]
-        inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
-        return -(-inner // config["block_multiple_of"]) * config["block_multiple_of"]
-
-    def _rope(self, rope):
-        w, config, kind = self.writer, self.config, rope.get("rope_type")
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        if kind == "linear":
-            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            w.add_rope_scaling_factor(rope["factor"])
-        elif kind == "yarn":
-            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            w.add_rope_scaling_factor(rope["factor"])
-            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        elif kind == "llama3":
-            w.add_tensor("rope_freqs.weight", llama3_divisors(config))
-        elif kind == "longrope":
-            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-            for name in ("long", "short"):
-                w.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-        if self.model_type == "phi3":
-            w.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
-            w.add_sliding_window(config["sliding_window"] or 0)
-
-    def _family(self):
-        w, config = self.writer, self.config
-        if self.model_type.startswith("gemma"):
-            w.add_sliding_window(config["sliding_window"])
-            if self.model_type == "gemma2":
-                w.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-                w.add_final_logit_softcapping(config["final_logit_softcapping"])
-            else:
-                w.add_array(
-                    "gemma3.attention.sliding_window_pattern",
-                    [each == "sliding_attention" for each in config["layer_types"]],
-                )
-        if self.model_type == "gpt_oss":
-            w.add_sliding_window(config["sliding_window"])
-            w.add_expert_feed_forward_length(config["intermediate_size"])
-        if self.model_type.startswith("lfm2"):
-            w.add_shortconv_l_cache(config["conv_L_cache"])
-        if self.model_type == "lfm2_moe":
-            w.add_leading_dense_block_count(config["num_dense_layers"])
-            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        if self.model_type == "granite":
-            w.add_attention_scale(config["attention_multiplier"])
-            w.add_embedding_scale(config["embedding_multiplier"])
-            w.add_residual_scale(config["residual_multiplier"])
-            w.add_logit_scale(config["logits_scaling"])
-        if count := config.get("num_local_experts") or config.get("num_experts"):
-            w.add_expert_count(count)
-            w.add_expert_used_count(config["num_experts_per_tok"])
-            if config.get("moe_intermediate_size"):
-                w.add_expert_feed_forward_length(config["moe_intermediate_size"])
-            if config.get("shared_expert_intermediate_size"):
-                w.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-
 
 def gguf_twins(source, folder, *, type_of=lambda name: "F32", extra=lambda writer: None, name="model.gguf", seed=1):
     """Writes folder/`name` and folder/plain from the model at `source`: with weights of the types that `type_of` names
     by the file's names, and the same numbers in float32. Returns both paths."""
+    from gguf_conversions import Conversion
+
     folder.mkdir(parents=True, exist_ok=True)
     path, plain = folder / name, folder / "plain"
     config = json.loads((source / "config.json").read_text())
     writer, rng = _Writer(path, config), np.random.default_rng(seed)
-    writer.metadata()
+    conversion = Conversion(source, writer.arch)
+    conversion.describe(writer.writer)
+    for name, values in conversion.frequencies().items():
+        writer.writer.add_tensor(name, values)
     extra(writer.writer)
     stored, twins, experts = {}, {}, {}
     for hf_name, tensor in writer.tensors(load_file(source / "model.safetensors")):

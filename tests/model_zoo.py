@@ -1,5 +1,7 @@
 """Tiny seeded random models of every supported family, written by transformers in the form people download."""
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -542,6 +544,33 @@ def cached_model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The family's tiny model without overrides, written once per test session and shared by all test files."""
     path = tmp_path_factory.getbasetemp() / "model_zoo" / family
     return path if path.is_dir() else tiny_model(family, path)
+
+
+def _within(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def nested(
+    path: Path,
+    target: Path,
+    model_type: str,
+    architecture: str,
+    *,
+    others: Mapping[str, torch.Tensor],
+    rename: Callable[[str], str] = _within,
+    moved: Sequence[str] = (),
+    **fields: Any,
+) -> Path:
+    """Write the checkpoint at `path` as the language model of a larger one, with tensors of `others`; the fields that
+    are `moved` are those of the whole."""
+    config = json.loads((path / "config.json").read_text())
+    outer = {name: config.pop(name) for name in moved} | fields
+    outer |= {"model_type": model_type, "architectures": [architecture], "text_config": config}
+    tensors = {rename(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(outer))
+    save_file(tensors | others, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 def load_model(

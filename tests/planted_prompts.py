@@ -141,36 +141,39 @@ def question_first(draw, num):
     return Planted(File(now), ("text",), File(then))
 
 
-def documents(draw, num):
-    """The same documents in another order."""
-    pool, now, then = [words(draw, 40) for _ in range(5)], [], []
+def _in_any_order(draw, num, shown, *, item=lambda draw, number: words(draw, 40), kind=("documents",)):
+    """The same five items in another order, as `shown(items in order, their places, question)` has them."""
+    pool, now, then = [item(draw, number) for number in range(5)], [], []
     for _ in range(num):
         question, order = words(draw, draw.randint(5, 20)), draw.sample(range(5), 5)
         for made, places in ((now, order), (then, range(5))):
-            shown = "\n\n".join(f"Document {number}: {pool[place]}" for number, place in enumerate(places, 1))
-            made.append(chat("Use the documents.", f"{shown}\n\n{question}"))
-    return Planted(File(now), ("documents",), File(then))
+            made.append(shown([pool[place] for place in places], places, question))
+    return Planted(File(now), kind, File(then))
+
+
+def documents(draw, num):
+    """The same documents in another order."""
+
+    def shown(texts, places, question):
+        named = "\n\n".join(f"Document {number}: {text}" for number, text in enumerate(texts, 1))
+        return chat("Use the documents.", f"{named}\n\n{question}")
+
+    return _in_any_order(draw, num, shown)
 
 
 def named_documents(draw, num):
     """The same documents in another order, each with a name of its own."""
-    pool, now, then = [words(draw, 40) for _ in range(5)], [], []
-    for _ in range(num):
-        question, order = words(draw, draw.randint(5, 20)), draw.sample(range(5), 5)
-        for made, places in ((now, order), (then, range(5))):
-            shown = "\n\n".join(f"Document {place + 1}: {pool[place]}" for place in places)
-            made.append(chat("Use the documents.", f"{shown}\n\n{question}"))
-    return Planted(File(now), ("documents",), File(then))
+
+    def shown(texts, places, question):
+        named = "\n\n".join(f"Document {place + 1}: {text}" for place, text in zip(places, texts, strict=True))
+        return chat("Use the documents.", f"{named}\n\n{question}")
+
+    return _in_any_order(draw, num, shown)
 
 
 def passages(draw, num):
     """The same passages in another order, without names, the first of them right after the mark of the message."""
-    pool, now, then = [words(draw, 40) for _ in range(5)], [], []
-    for _ in range(num):
-        question, order = words(draw, draw.randint(5, 20)), draw.sample(range(5), 5)
-        for made, places in ((now, order), (then, range(5))):
-            made.append(chat("Use them.", "\n\n".join([*(pool[place] for place in places), question])))
-    return Planted(File(now), ("documents",), File(then))
+    return _in_any_order(draw, num, lambda texts, _, question: chat("Use them.", "\n\n".join([*texts, question])))
 
 
 def clock_and_ticket(draw, num):
@@ -190,19 +193,16 @@ def clock_and_ticket(draw, num):
 def tools(draw, num):
     """The same tools in another order."""
 
-    def tool(number):
+    def tool(draw, number):
         return (
             f'{{"type": "function", "function": {{"name": "tool_{number}", "description": "{words(draw, 25)}",'
             f' "parameters": {{"type": "object"}}}}}}'
         )
 
-    pool, now, then = [tool(number) for number in range(5)], [], []
-    for _ in range(num):
-        question, order = words(draw, draw.randint(5, 20)), draw.sample(range(5), 5)
-        for made, places in ((now, order), (then, range(5))):
-            shown = "\n".join(pool[place] for place in places)
-            made.append(chat(f"Use the tools.\n\n<tools>\n{shown}\n</tools>", question))
-    return Planted(File(now), ("tools",), File(then))
+    def shown(texts, places, question):
+        return chat("Use the tools.\n\n<tools>\n" + "\n".join(texts) + "\n</tools>", question)
+
+    return _in_any_order(draw, num, shown, item=tool, kind=("tools",))
 
 
 def _in_groups(draw, num, variant, kind, size=2):

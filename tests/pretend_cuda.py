@@ -10,7 +10,6 @@ types that CUDA computes. Kernels run in triton's interpreter, so TRITON_INTERPR
 import contextlib
 import inspect
 import threading
-from collections import Counter
 from types import SimpleNamespace
 
 import torch
@@ -104,10 +103,8 @@ class PretendGpu(TorchFunctionMode):
         self.runs_kernels = runs_kernels
         self.memory = memory
         self.waits = []  # names of operations that waited for the device
-        self.launches = 0  # of kernels, replayed ones not counted
         self.variants = set()  # of kernels: what triton would have compiled by now, see variant
         self.replays = 0
-        self.counts = Counter()  # kernels, operations of torch and uploads, those of replayed graphs included
         self.recording = None  # operations of the graph that is being captured
         self.current = threading.local()
         self.current_elsewhere = 0  # the current device of a thread that has chosen none
@@ -151,7 +148,6 @@ class PretendGpu(TorchFunctionMode):
         if self.memory == "meta":  # its operations ask for the device
             args, kwargs = tree_map(plain, (args, kwargs))
         result = func(*args, **kwargs)
-        self._count(name, ours, result)
         if not self.runs_kernels and "empty" in name:
             result.zero_()
         result = tree_map(lambda x: x.as_subclass(OnGpu) if type(x) is torch.Tensor else x, result)
@@ -185,12 +181,10 @@ class PretendGpu(TorchFunctionMode):
             if isinstance(target, OnGpu) and not isinstance(source, OnGpu):
                 self._upload(source, non_blocking)
                 plain(target).copy_(source)
-                self.counts["uploads"] += 1
                 return target
             assert isinstance(target, OnGpu) or not isinstance(source, OnGpu), "a waiting download"
             result = func(target, source)
             if ours:
-                self._count(name, ours, result)
                 self._record(func, (target, source), {}, target)
             return result
         tensor, rest = args[0], list(args[1:])
@@ -221,7 +215,6 @@ class PretendGpu(TorchFunctionMode):
         if result is source:
             return tensor
         result = result.as_subclass(OnGpu)
-        self._count(name, ours, result)
         self._record(func, args, {**kwargs, **({} if device is None else {"device": device})}, result)
         return result
 
@@ -240,16 +233,6 @@ class PretendGpu(TorchFunctionMode):
     def _record(self, func, args, kwargs, result):
         if self.recording is not None and any(isinstance(leaf, OnGpu) for leaf in tree_leaves(result)):
             self.recording.append((func, args, kwargs, result))
-
-    def _count(self, name, inputs, result):
-        """Count an operation that writes memory: no views and no empty tensors."""
-        if "empty" in name or name in ("detach", "as_subclass"):
-            return
-        storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.numel()]
-        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-        if writes or any(tensor.untyped_storage().data_ptr() not in storages for tensor in results):
-            self.counts["operations"] += 1
 
     @staticmethod
     def _is_gpu(device):
@@ -306,7 +289,6 @@ class PretendGpu(TorchFunctionMode):
 
             def replay(self):
                 gpu.replays += 1
-                gpu.counts += self.counts
                 with torch._C.DisableTorchFunction():
                     for func, args, kwargs, result in self.operations:
                         again = func(*args, **kwargs)
@@ -321,10 +303,9 @@ class PretendGpu(TorchFunctionMode):
         def graph(which, pool=None, stream=None):
             assert gpu.recording is None
             assert stream is not None, "torch's own capture stream is one per process"
-            gpu.recording, before = [], gpu.counts.copy()
+            gpu.recording = []
             yield
             which.operations, gpu.recording = gpu.recording, None
-            which.counts = gpu.counts - before
 
         call, run = GridExecutor.__call__, InterpretedFunction.run
 
@@ -346,8 +327,6 @@ class PretendGpu(TorchFunctionMode):
                 known = plain(tensor).is_contiguous() or tensor.stride(0) in numbers
                 assert known, f"{executor.fn.__name__} reads rows one after the other; they lie {tensor.stride()} apart"
             assert current_device() == 0, "a kernel was launched on the thread's current device, which is another one"
-            gpu.launches += 1
-            gpu.counts["kernels"] += 1
             launch(executor, args, kwargs)
             if gpu.recording is not None:
                 gpu.recording.append((launch, (executor, args, kwargs), {}, None))

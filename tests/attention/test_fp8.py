@@ -9,15 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import GARBAGE_BLOCK, Case, make_batch
+from attention_cases import Case, run
 from interpreter import interpreted, plain, run_interpreted
-from model_zoo import tiny_model
 
-from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.planning.decide import resolve_kv_dtype
 from pagedcli.planning.machine import Gpu
-from pagedcli.runner.llm_engine import LLMEngine
 
 pytest.importorskip("triton")
 FP8 = torch.float8_e4m3fn
@@ -62,26 +59,10 @@ def attend_fp8(case, scales):
     from pagedcli.attention.base import AttentionSpec
     from pagedcli.attention.triton_paged import TritonAttention
 
-    size = case.block_size
+    case.kv_dtype, case.layer = FP8, replace(case.layer, k_scale=scales[0], v_scale=scales[1])
     heads = (case.num_heads, case.num_kv_heads, case.head_dim)
-    backend = TritonAttention(AttentionSpec(CPU, case.dtype, size, *heads, kv_dtype=FP8))
-    case.layer = replace(case.layer, k_scale=scales[0], v_scale=scales[1])
-    needed = [-(-total // size) for total, _ in case.lengths]
-    order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(1)).tolist()
-    table = torch.full((len(needed), max(needed) + 1), GARBAGE_BLOCK, dtype=torch.int32)
-    slots, late, new_rows, start = [], [], [], 0
-    for row, (total, new) in enumerate(case.lengths):
-        blocks = [order.pop() for _ in range(needed[row])]
-        table[row, : needed[row]] = torch.tensor(blocks)
-        slots += [blocks[p // size] * size + p % size for p in range(total)]
-        late += slots[-new:]
-        new_rows += range(start + total - new, start + total)
-        start += total
-    shape = backend.kv_shape(sum(needed) + 2, size, *heads[1:])
-    k_cache, v_cache = (torch.full(shape, float("nan")).to(FP8) for _ in range(2))
-    backend.write(case.k, case.v, (k_cache, v_cache), torch.tensor(slots, dtype=torch.int32), case.layer)
-    batch = make_batch(case.lengths, table, late, "cpu")
-    return backend.attend(case.q[new_rows], (k_cache, v_cache), batch, case.layer)
+    backend = TritonAttention(AttentionSpec(CPU, case.dtype, case.block_size, *heads, kv_dtype=FP8))
+    return run(backend, case)
 
 
 CASES = [
@@ -114,35 +95,3 @@ def test_values_past_the_scale_saturate_and_stay_numbers():
     case.k = quantized(case.k, 1.0)
     case.v = torch.full_like(case.v, 1000.0)
     torch.testing.assert_close(attend_fp8(case, (1.0, 0.5)), torch.full((1, 2, 32), 224.0))
-
-
-@interpreted
-def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
-    from pagedcli.core.sequence import Sequence
-    from pagedcli.core.steps import ScheduledStep
-    from pagedcli.planning import decide
-    from pagedcli.sampling_params import SamplingParams
-
-    path = tiny_model("qwen3", tmp_path / "model", max_position_embeddings=64)
-    config = EngineConfig(
-        model=str(path), dtype="float32", device="cpu", attention_backend="triton", num_kvcache_blocks=8
-    )
-    seq = Sequence(0, "r", list(range(3, 63)), SamplingParams(), max_new_tokens=1)
-    seq.row, seq.block_table = 0, [3, 1, 5, 2]
-    exact = LLMEngine(config).runner
-    exact.kv_cache.zero_()
-    expected, _ = exact.execute(ScheduledStep([seq], [60]))
-    monkeypatch.setattr(decide, "resolve_kv_dtype", lambda *_: FP8)
-    engine = LLMEngine(config)
-    assert engine.runner.kv_cache.dtype == FP8
-    assert engine.plan.block_bytes == engine.runner.kv_cache[:, :, 0].nbytes
-    largest = [float(cache[:, seq.block_table].abs().nan_to_num().max()) for cache in exact.kv_cache]
-    for scale, value in zip(engine.plan.kv_scales, largest, strict=True):
-        assert value / 448 < scale < 8 * value / 448
-    for held, values, scale in zip(engine.runner.kv_cache, exact.kv_cache, engine.plan.kv_scales, strict=True):
-        held.copy_((values / scale).clamp(-448, 448).to(FP8))
-    seq.num_cached_tokens, seq.num_computed_tokens = 60, 59  # a whole hit: the last token is computed, nothing written
-    logits, _ = engine.runner.execute(ScheduledStep([seq], [1]))
-    error = float((logits - expected).norm() / expected.norm())
-    print(f"fp8 KV cache: relative error of logits {error:.4f}")
-    assert 0 < error < 0.1, "of a tiny random model"

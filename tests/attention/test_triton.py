@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import run_interpreted
+from interpreter import plain, run_interpreted
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
 TESTS = Path(__file__).parent
 
@@ -89,11 +91,38 @@ def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeyp
     assert device.capacity == len(totals) * {None: 16, 1: 1, 300: 3}[window]
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 48, 80, 128, 240, 256, 272, 512])
-def test_pages_per_split_always_suffices(block_size):
-    from pagedcli.attention.triton_paged import SPLIT, pages_per_split
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["other_ptr"])
+def some_kernel(x_ptr, other_ptr, stride, count, factor, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place * stride, mask=place < count) * factor
+    if ADD:
+        x += tl.load(other_ptr + place)
+    tl.store(x_ptr + place * stride, x)
 
-    touched = max((start + SPLIT - 1) // block_size - start // block_size + 1 for start in range(0, 64 * SPLIT, SPLIT))
-    pages = pages_per_split(block_size)
-    assert pages >= touched
-    assert pages & (pages - 1) == 0, "tl.arange wants a power of two"
+
+@plain
+def test_known_launches_have_the_kernel_and_the_arguments_of_tritons_own(monkeypatch):
+    """Through a driver that is not there: launches that skip triton's look-up are its own."""
+    from fake_driver import FakeDriver
+
+    from pagedcli.attention.triton_launch import Launcher
+
+    driver, launch = FakeDriver().install(monkeypatch), Launcher()
+    memory, other = torch.zeros(64), torch.zeros(64)
+    all_constants = {"BLOCK": 16, "ADD": True}, {"BLOCK": 16, "ADD": False}
+    for constants in all_constants:
+        for x, stride, count in (
+            (memory, 16, 16),
+            (memory[1:], 16, 3),
+            (memory, 1, 1),
+            (memory, 6, 32),
+            (memory, 16, 1),
+        ):
+            arguments = x, other[count % 2 :], stride, count, 0.5
+            for _ in range(2):
+                launch(some_kernel, (3, 1, 1), arguments, constants, num_warps=1)
+            some_kernel[(3,)](*arguments, **constants, num_warps=1)
+            ours, again, theirs = driver.launches
+            assert ours == again == theirs
+            driver.launches.clear()
+    assert len(launch._known) == 2 * 4

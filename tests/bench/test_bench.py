@@ -40,14 +40,6 @@ def test_floor_equals_the_published_one(name):
     assert floor.total_s == floor.prefill_s + floor.decode_s
 
 
-def test_floor_of_a_machine_twice_as_fast_is_half():
-    workload = preset_workload("W2")
-    spec = read_spec(shape_folder(workload.shape))
-    weights = footprint(spec, AS_STORED, "cpu", 2)
-    slow, fast = (workload_floor(spec, weights, workload, Roofline(k * 37e9, k * 464e9)).total_s for k in (1, 2))
-    assert slow == pytest.approx(2 * fast)
-
-
 def test_presets_repeat_and_a_salt_changes_tokens_only():
     for name in PRESETS:
         first, again, other = preset_workload(name), preset_workload(name), preset_workload(name, salt=1)
@@ -228,15 +220,6 @@ def test_a_busy_machine_and_an_impossible_share_are_said():
     assert "other processes used 50% of its processor time, the hypervisor withheld 1%" in busy
     assert "The share of the limits is left out" in share
     assert len(bench_notes(plan, [SimpleNamespace(busy=None, **values | {"share_of_floor": 0.9})])) == 2
-
-
-def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, capsys):
-    clock = iter([0.0, 5.0, 20.0, 21.0])
-    monkeypatch.setattr("pagedcli.show.terminal.time.monotonic", lambda: next(clock))
-    progress = BenchProgress("W1")
-    for share in (0.1, 0.25, 0.3):
-        progress(share)
-    assert capsys.readouterr().err == "W1: 25%, 75 s left\n"
 
 
 @pytest.mark.usefixtures("measured_once")

@@ -3,14 +3,13 @@
 import pytest
 
 from pagedcli.batch.prompts import open_tokenizer
-from pagedcli.bench.calibration import _Measurement, _Prompts, _usual, calibrate, calibration_config
+from pagedcli.bench.calibration import calibrate, calibration_config
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig
 from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
-from pagedcli.planning.step_time import StepWork
 from pagedcli.runner.llm_engine import LLMEngine
 
 
@@ -37,13 +36,6 @@ def test_all_prompts_of_a_calibration_differ(engine, monkeypatch):
     assert len(set(long)) == len(long)
 
 
-def test_of_decodes_only_those_that_follow_their_like_count(engine):
-    measurement = _Measurement(engine, 1.0, lambda share: None)
-    measurement._run(_Prompts((4,) * 8, 6))  # a prompt step and 5 decodes, of which the first does not count
-    [decodes] = [steps for steps in measurement.steps.values() if steps[0][0].is_decode]
-    assert [work.num_tokens for work, _ in decodes] == [8] * 4
-
-
 @pytest.mark.long
 def test_a_calibration_of_tight_limits_ends():
     """More sequences than tokens of a step, and hardly room for one long sequence."""
@@ -52,12 +44,6 @@ def test_a_calibration_of_tight_limits_ends():
     with LLMEngine(calibration_config(decision)) as engine:
         found = calibrate(engine, budget_s=2)
     assert min(seconds for _, seconds in (*found.prompts, *found.decodes)) > 0
-
-
-def test_a_disturbed_step_does_not_count():
-    work = StepWork(1, 1)
-    assert _usual([(work, seconds) for seconds in (1.0, 1.5, 2.0, 9.0)]) == (work, 1.5)
-    assert _usual([(work, 3.0), (work, 1.0)]) == (work, 1.0)
 
 
 @pytest.mark.machine

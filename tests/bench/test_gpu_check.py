@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -100,64 +99,3 @@ def test_a_stage_that_fails_or_takes_too_long_loses_only_its_own_results(tmp_pat
     late = module.run_stage("graphs", tmp_path, seconds=3, dry_run=True)
     assert late["problem"] == "not run: no time was left"
     assert module.render([slow, broken, late]).count("FAILED") == 3
-
-
-def stage_that(module, monkeypatch, tmp_path, program):
-    """The result of a stage that is this program."""
-    script = tmp_path / "stage.py"
-    script.write_text("import json, os, subprocess, sys, time\nfrom pathlib import Path\n" + program)
-    monkeypatch.setattr(module, "STAGES", script)
-    return module.run_stage("graphs", tmp_path, seconds=60, dry_run=True)
-
-
-def test_a_stage_that_aborts_leaves_its_stack(tmp_path, monkeypatch, module):
-    result = stage_that(module, monkeypatch, tmp_path, "os.abort()\n")
-    assert "Fatal Python error: Aborted" in result["problem"]
-    assert "stage.py" in (tmp_path / "graphs.stderr.txt").read_text()
-
-
-@pytest.mark.long
-def test_a_stopped_stage_leaves_no_children(tmp_path, monkeypatch, module):
-    monkeypatch.setitem(module.LIMITS, "graphs", 5)
-    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    program = f"child = {child}\nPath('{tmp_path}/pid').write_text(str(child.pid))\ntime.sleep(600)\n"
-    result = stage_that(module, monkeypatch, tmp_path, program)
-    assert "stopped at its limit" in result["problem"]
-    pid = int((tmp_path / "pid").read_text())
-    status, end = Path(f"/proc/{pid}/status"), time.monotonic() + 10  # on a busy machine the signal takes its time
-    while (is_left := status.exists() and "State:\tZ" not in status.read_text()) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not is_left
-
-
-def test_after_a_cuda_error_the_other_cases_run_in_processes_of_their_own(tmp_path, monkeypatch, module):
-    program = """
-part = int(sys.argv[sys.argv.index("--part") + 1][0]) if "--part" in sys.argv else None
-cases = range(module) if part is None else [part]
-with open(sys.argv[2], "w") as file:
-    for case in cases:
-        poisoned = case == 2 or (part is None and case > 2)
-        row = {"case": case, "problem": "CUDA error: an illegal memory access"} if poisoned else {"case": case}
-        file.write(json.dumps(row) + chr(10))
-    rows = []
-"""
-    program = program.replace("range(module)", f"range({module.NUM_PARTS})")
-    result = stage_that(module, monkeypatch, tmp_path, program)
-    assert not result["ok"]
-    assert result["problem"] == "a CUDA error"
-    again = result["rows"][module.NUM_PARTS :]
-    assert [row["case"] for row in again if "problem" not in row] == [0, 1, 3, 4, 5]
-
-
-def test_the_first_part_of_a_model_that_differs_is_named(module, tmp_path):
-    from gpu_engines import engine_of, first_difference
-    from model_zoo import tiny_model
-
-    path = tiny_model("olmo2", tmp_path / "model", num_hidden_layers=2)
-    plain = {"enforce_eager": True, "enable_prefix_caching": False}
-    right, same, wrong = (engine_of(path, "cpu", **plain) for _ in range(3))
-    assert first_difference(right, same, [5, 6, 7]).startswith("no branch")
-    branch = wrong.model._late_branches[0]
-    branch.body = lambda x, step, body=branch.body: 1.01 * body(x, step)
-    found = first_difference(right, wrong, [5, 6, 7])
-    assert found == f"branch {len(wrong.model._branches)}, MlpBody [1, 64]: relative error 1e-02"

@@ -1,8 +1,9 @@
 """Blocks and bytes by hand: what a pool has room for, what requests hold, and the largest step."""
 
 import pytest
+import torch
 
-from pagedcli.core.budget import StepShape, Terms, block_bytes, blocks_for
+from pagedcli.core.budget import ITEMSIZE, StepShape, Terms, block_bytes, blocks_for
 from pagedcli.core.cache import pool_bytes
 from pagedcli.core.groups import TableShape, sized
 from pagedcli.core.limits import NO_LIMIT, Limits
@@ -64,3 +65,7 @@ def test_limits_and_plans_begin_with_none():
     assert (event.num_blocks, event.block_bytes, event.enable_prefix_caching) == (1, 0, True)
     plan = Plan(limits=limits, model="m")
     assert (plan.seed, plan.weight_bytes, plan.runs_ahead, plan.in_one_call) == (0, 0, False, False)
+
+
+def test_bytes_of_an_element_are_those_of_torch():
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE

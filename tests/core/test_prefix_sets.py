@@ -12,15 +12,13 @@ from pagedcli.core.prefixes import BLOCK_SIZES, SeenPrefixes, num_equal
 from pagedcli.planning.prompt_survey import PrefixRows
 
 
-def test_rows_of_prefixes_keep_the_row_that_was_added(monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.prompt_survey._MIN_RECENT", 1000)
+def test_rows_of_prefixes_keep_the_row_that_was_added():
     known, rng = PrefixRows(), random.Random(1)
-    digests = [rng.randrange(2**64) for _ in range(40_000)]
-    for row in range(400):
+    digests = [rng.randrange(2**64) for _ in range(80_000)]
+    for row in range(800):
         known.add(digests[100 * row : 100 * row + 100], row)
-    assert len(known) == 40_000
-    assert len(known._digests) > 0
-    assert all(known.first_row(digests[100 * row + place]) == row for row in range(400) for place in (0, 99))
+    assert len(known) == 80_000
+    assert all(known.first_row(digests[100 * row + place]) == row for row in range(800) for place in (0, 99))
     assert known.first_row(7) is None
     assert known.first_row(2**64 - 1) is None
     assert known.num_known([*digests[:5], 7, 8]) == 5

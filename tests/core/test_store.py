@@ -15,8 +15,9 @@ class States(Contents):
     block_bytes = 32
 
 
-def opened(folder, *, states=None, num_groups=1, identity=IDENTITY):
-    store = PrefixStore(ContentFolder(folder), identity, Contents(), SIZE, num_groups, states=states)
+def opened(folder, *, memory=None, states=None, num_groups=1, identity=IDENTITY):
+    memory = Contents() if memory is None else memory
+    store = PrefixStore(ContentFolder(folder), identity, memory, SIZE, num_groups, states=states)
     write_at_once(store)
     return store
 
@@ -35,11 +36,13 @@ def content(number):
     return bytes([number]) * Contents.block_bytes
 
 
+def contents(num_blocks):
+    return Contents({number: content(number) for number in range(num_blocks)})
+
+
 def written(folder, seq, *, states=None, num_groups=1):
     """A store to which all blocks of a sequence were offered, closed."""
-    store = opened(folder, states=states, num_groups=num_groups)
-    for index in range(len(seq.prefixes)):
-        store._memories["blocks"][index] = content(index)
+    store = opened(folder, memory=contents(len(seq.prefixes)), states=states, num_groups=num_groups)
     store.offer(seq, range(len(seq.prefixes)), lambda *_: True)
     if states is not None:
         states[5] = b"s" * States.block_bytes
@@ -59,7 +62,8 @@ def test_what_is_written_is_found_and_read_with_its_counts(tmp_path):
     num_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert (facts.num_written_blocks, facts.num_written_states, facts.num_written_bytes) == (3, 1, num_bytes)
     assert not facts.not_kept
-    store = opened(tmp_path, states=States())
+    memory, states = Contents(), States()
+    store = opened(tmp_path, memory=memory, states=states)
     assert store.facts.num_found_blocks == 3
     assert store.found(seq, 3) == {0, 1, 2}
     assert store.found(seq, 2) == {0, 1}
@@ -68,12 +72,13 @@ def test_what_is_written_is_found_and_read_with_its_counts(tmp_path):
     assert store.read_state(seq.prefixes[1]) == b"s" * States.block_bytes
     store.place_in_memory(7, content(2))
     store.place_state(1, b"s" * States.block_bytes)
-    assert (store._memories["blocks"][7], store._memories["state"][1]) == (content(2), b"s" * States.block_bytes)
+    assert (memory[7], states[1]) == (content(2), b"s" * States.block_bytes)
     facts = store.facts
     counts = (facts.num_read_blocks, facts.num_read_states, facts.num_read_bytes)
     assert counts == (1, 1, Contents.block_bytes + States.block_bytes)
     store.offer(seq, range(3), lambda *_: True)
-    assert not store._offers, "all of it is there"
+    store.close(0.5)
+    assert not store.facts.num_written_blocks, "all of it is there"
 
 
 def test_files_say_what_they_save(tmp_path):
@@ -126,8 +131,9 @@ def test_files_of_no_use_are_named_and_no_longer_found(tmp_path):
     assert dict(store.facts.not_used) == {"other bytes than were written": 1}
     assert store.found(seq, 3) == set()
     path.write_bytes(whole)
-    narrow = opened(tmp_path)
-    narrow._memories["blocks"].block_bytes = 32
+    memory = Contents()
+    narrow = opened(tmp_path, memory=memory)
+    memory.block_bytes = 32
     assert narrow.read(seq, [0]) is None
     assert dict(narrow.facts.not_used) == {"its parts are no blocks of this engine": 1}
 
@@ -145,11 +151,9 @@ def test_states_are_of_no_use_without_slots_and_damaged_ones_are_named(tmp_path)
 
 
 def test_blocks_that_left_the_pool_or_are_not_written_yet_are_left_out(tmp_path):
-    store, seq = opened(tmp_path), chained(range(8))
-    store._memories["blocks"].update({index: content(index) for index in range(4)})
+    store, seq = opened(tmp_path, memory=contents(4)), chained(range(8))
     store.offer(seq, [0, None, 2, 3], lambda block_id, prefix: block_id != 2)
     store.offer(seq, [0], lambda *_: True)  # it is on its way
-    assert len(store._offers) == 1
     store.keep(1.0)
     store.keep(1.0)
     assert (store.facts.num_written_blocks, store.found(seq, 4)) == (2, {0, 3})
@@ -160,8 +164,7 @@ def test_blocks_that_left_the_pool_or_are_not_written_yet_are_left_out(tmp_path)
 
 
 def test_what_is_removed_again_does_not_count(tmp_path):
-    store, seq = opened(tmp_path), chained(range(4))
-    store._memories["blocks"].update({index: content(index) for index in range(2)})
+    store, seq = opened(tmp_path, memory=contents(2)), chained(range(4))
     store.offer(seq, [0, 1], lambda *_: True)
     store.keep(1.0)
     store.keep(1.0)
@@ -173,9 +176,8 @@ def test_what_is_removed_again_does_not_count(tmp_path):
 
 
 def test_what_has_no_room_is_not_kept_and_its_reason_is_counted(tmp_path):
-    store, seq = opened(tmp_path), chained(range(4))
+    store, seq = opened(tmp_path, memory=contents(2)), chained(range(4))
     store.folder.most_bytes = 10
-    store._memories["blocks"].update({index: content(index) for index in range(2)})
     store.offer(seq, [0, 1], lambda *_: True)
     store.close(1.0)
     assert store.facts.not_kept == {"the bound is smaller than one file": 1}

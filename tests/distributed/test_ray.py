@@ -18,7 +18,6 @@ from ray_harness import (
     rows,
     said,
     start,
-    table_rows,
     wait_for,
     workers_of,
     write_rows,
@@ -59,22 +58,6 @@ def test_two_workers_give_the_rows_of_one_process(folder):
     assert said(folder, r"(\d+) of [\d,]+ rows failed") == "11"
     assert "worker 2" in (folder / "stderr.txt").read_text()
     assert not descendants(process.pid), "the cluster has ended with its driver"
-
-
-def test_two_workers_give_the_table_of_one_process(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    columns = {"prompt": [f"Story {i % 5}: Once upon {i}" for i in range(50)], "label": list(range(50))}
-    table = pa.table({**columns, "temperature": [float(i % 2) for i in range(50)]})
-    for part in range(2):
-        (tmp_path / "in").mkdir(exist_ok=True)
-        pq.write_table(table.slice(25 * part, 25), tmp_path / "in" / f"{part}.parquet", row_group_size=10)
-    in_one_process(tmp_path, "--max-tokens", 8, name="in", out="single.parquet", expect=0)
-    finish(start(tmp_path, "--max-tokens", 8, input_name="in"), tmp_path, expect=0)
-    pagedcli("merge", tmp_path / "parts", "-o", tmp_path / "merged.parquet")
-    assert table_rows(tmp_path / "merged.parquet") == table_rows(tmp_path / "single.parquet")
-    assert pq.read_table(tmp_path / "merged.parquet").select(table.column_names).equals(table)
 
 
 def test_kills_of_workers_lose_no_row_and_double_none(tmp_path):

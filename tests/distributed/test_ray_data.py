@@ -1,6 +1,5 @@
 """`PagedBatchGenerator` inside Ray Data, and the pipeline of docs/distributed.md."""
 
-import asyncio
 import os
 import re
 from importlib.util import find_spec
@@ -52,34 +51,3 @@ def test_the_pipeline_of_the_document_gives_the_answers_of_a_run(ray, tmp_path):
     pagedcli("generate", tmp_path / "prompts.parquet", "-o", tmp_path / "single.parquet", "--max-tokens", 16, expect=3)
     single = pq.read_table(tmp_path / "single.parquet").to_pylist()
     assert answers == {row["label"]: row["text"] for row in single if row["prompt"]}
-
-
-def test_ray_data_has_several_batches_in_the_engine_at_once(ray):
-    from pagedcli.distributed import PagedBatchGenerator
-
-    class Spy(PagedBatchGenerator):
-        """Adds how many batches were in work when this one came."""
-
-        active = 0
-
-        async def __call__(self, batch):
-            self.active += 1
-            seen = self.active
-            await asyncio.sleep(0.2)  # so that others can come, however fast the engine is
-            answer = await super().__call__(batch)
-            self.active -= 1
-            return answer.append_column("active", [[seen] * len(answer)])
-
-    rows = [{"prompt": f"Story {row}: once", "max_tokens": 2 + row % 7} for row in range(64)]
-    answers = ray.data.from_items(rows, override_num_blocks=4).map_batches(
-        Spy,
-        fn_constructor_kwargs={"dtype": "float32", "num_kvcache_blocks": 200, "max_num_seqs": 16},
-        batch_size=4,
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=2),
-        num_cpus=1,
-    )
-    found = answers.take_all()
-    assert len(found) == 64
-    assert all(row["error"] is None for row in found)
-    assert max(row["active"] for row in found) == 8, "four batches of each of two blocks"

@@ -9,9 +9,8 @@ Tokens, with the block pool checked after each step:
 
 Logits without an engine: sequences own scattered blocks, and what no token was written to is NaN.
 
-    sequences, num_prompt = ragged_sequences()
-    ours = paged_logits(model, backend, sequences, num_prompt=num_prompt, block_size=16, chunk=7)
-    theirs = transformers_logits(path, sequences)
+    ours = logits_of(path, "cpu", block_size=16, chunk=7)  # of ragged_sequences
+    theirs = transformers_logits(path)
 
 `PagedHarness(model, backend, lengths=[20], block_size=4).step([(0, 0, token_ids)])` does one step of it.
 
@@ -64,6 +63,8 @@ from pagedcli.models.base import cache_shape
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import layer_groups
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
 from pagedcli.runner.device_state import state_pools
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -107,6 +108,12 @@ def run(engine, prompts, params):
 def make_engine(path, *, emit=None, trace_tokens=False, clock_ns=time.perf_counter_ns, **config):
     config = EngineConfig(model=str(path), device="cpu", **{"dtype": "float32", "max_num_seqs": 16, **config})
     return LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
+
+
+def planned_and_made(path, **config):
+    """What is decided from a model's config.json alone, and the engine."""
+    config = EngineConfig(model=str(path), device="cpu", **{"num_kvcache_blocks": 8, **config})
+    return decide(config, read_spec(path), this_machine()), LLMEngine(config)
 
 
 def worker_processes(engine):
@@ -183,9 +190,9 @@ class PagedHarness:
         return torch.tensor(reads, dtype=torch.int32), torch.tensor(writes, dtype=torch.int32)
 
 
-def loaded(path, backend="cpu", *, dtype=torch.float32, block_size=4, max_model_len=256, **options):
+def loaded(path, backend="cpu", *, dtype=torch.float32, block_size=4, max_model_len=256, read=read_spec, **options):
     """A model and its attention backend; the test is skipped, with the reason, where the backend cannot run."""
-    spec, device = read_spec(path), torch.device("cpu")
+    spec, device = read(path), torch.device("cpu")
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
     try:
         layers = frozenset(spec.attention_layers)
@@ -216,10 +223,10 @@ def paged_logits(model, backend, sequences, *, num_prompt, block_size, chunk, dt
     return [torch.cat(parts) for parts in logits]
 
 
-def assert_same_logits(actual, expected):
+def assert_same_logits(actual, expected, atol=1e-4):
     """And the same likeliest tokens."""
     for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
@@ -231,10 +238,18 @@ def ragged_sequences(vocab_size=320, seed=0):
     return sequences, num_prompt
 
 
-def transformers_logits(path, sequences, *, dtype=torch.float32):
+def logits_of(path, backend="cpu", *, block_size=4, chunk=7, dtype=torch.float32, **options):
+    """Logits of ragged_sequences by the model in a folder or file."""
+    model, chosen = loaded(path, backend, dtype=dtype, block_size=block_size, **options)
+    sequences, num_prompt = ragged_sequences()
+    sizes = {"num_prompt": num_prompt, "block_size": block_size, "chunk": chunk, "dtype": dtype}
+    return paged_logits(model, chosen, sequences, **sizes)
+
+
+def transformers_logits(path, sequences=None, *, dtype=torch.float32):
     """The same logits from transformers, one sequence at a time without a cache; once for a folder as it is."""
     state = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(Path(path).iterdir()))
-    return _transformers_logits(path, state, tuple(map(tuple, sequences)), dtype)
+    return _transformers_logits(path, state, tuple(map(tuple, sequences or ragged_sequences()[0])), dtype)
 
 
 @functools.cache

@@ -8,16 +8,10 @@ from interpreter import plain, run_interpreted
 
 pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
-WHOLE_ENGINES = {  # most of the time, and less of what is found
-    "attention/test_pretend_cuda.py",
-    "runner/test_decode_counts.py",
-    "runner/test_no_waits.py",
-    "runner/test_pretended_models.py",
-}
+# most of the time, and less of what is found
+WHOLE_ENGINES = {"attention/test_pretend_cuda.py", "runner/test_pretended_models.py"}
 KERNELS = {"layers/test_kernel_guard.py"}
-KERNELS |= {
-    f"layers/test_triton_{name}.py" for name in ("experts", "gguf", "layers", "recurrent", "sampling", "weights")
-}
+KERNELS |= {f"layers/test_triton_{name}.py" for name in ("experts", "layers", "recurrent", "sampling", "weights")}
 
 WITH_SLOW_TESTS = WHOLE_ENGINES | {f"layers/test_triton_{name}.py" for name in ("experts", "recurrent", "sampling")}
 

@@ -6,83 +6,25 @@ import threading
 
 import pytest
 import torch
-from conftest import native_library
-from harness.engine import PagedHarness, assert_same_logits, loaded, paged_logits, ragged_sequences, transformers_logits
-from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, load_model, tiny_model
+from harness.engine import assert_same_logits, loaded, logits_of, paged_logits, ragged_sequences, transformers_logits
+from model_zoo import cached_model, tiny_model
 from quantized_zoo import gptq, quantized_twins
 
-from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.select import load_backend
 from pagedcli.layers.sampling import INVALID, likeliest_tokens
-from pagedcli.models.cpu_decoder import CpuDecoder
 from pagedcli.models.formats import FORMATS
-from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
 from pagedcli.native.structs import bind
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _library():
-    native_library()
-
-
-def load(path, *, dtype=torch.float32, block_size=16, **options):
-    spec = read_spec(path)
-    layers, heads = frozenset(spec.attention_layers), (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    backend = load_backend("cpu", AttentionSpec(CPU, dtype, block_size, *heads, layers=layers))
-    options = {"max_model_len": 256, **options}
-    return load_model(path, spec, backend=backend, dtype=dtype, device=CPU, **options), backend
-
-
-@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *SLOW_FAMILIES])
-@pytest.mark.parametrize(("block_size", "chunk"), [(1, 7), (16, None)])
-def test_logits_equal_transformers_in_float32(family, block_size, chunk, tmp_path_factory):
-    path = cached_model(family, tmp_path_factory)
-    sequences, num_prompt = ragged_sequences()
-    model, backend = load(path, block_size=block_size)
-    assert isinstance(model, CpuDecoder)
-    options = {"num_prompt": num_prompt, "block_size": block_size, "chunk": chunk}
-    assert_same_logits(paged_logits(model, backend, sequences, **options), transformers_logits(path, sequences))
-
-
-# norms in float32 around layers, GELU, two rotary tables; norms after; experts with a shared one; multipliers
-SHORT = [
-    ("qwen3", torch.float16),
-    *(
-        (name, torch.bfloat16)
-        for name in ("qwen3", "gemma3", "olmo2", "qwen2-moe", "granite", "ministral3", "glm4", "deepseek_v2")
-    ),
-]
-
-
-@pytest.mark.slow_cases("qwen2-moe-*", "deepseek_v2-*")
-@pytest.mark.parametrize(("family", "dtype"), SHORT)
-def test_short_types_are_as_close_to_float32_as_transformers(family, dtype, tmp_path_factory):
-    path = cached_model(family, tmp_path_factory)
-    sequences, num_prompt = ragged_sequences()
-    model, backend = load(path, dtype=dtype)
-    options = {"num_prompt": num_prompt, "block_size": 16, "chunk": 7, "dtype": dtype}
-    actual = paged_logits(model, backend, sequences, **options)
-    exact, theirs = (transformers_logits(path, sequences, dtype=d) for d in (torch.float32, dtype))
-
-    def error(logits):
-        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).pow(2).mean().sqrt()
-
-    assert 0 < error(actual) < 1.2 * error(theirs)
+pytestmark = pytest.mark.usefixtures("library")
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "gemma2"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_rounded_weights_give_the_logits_of_the_same_weights_layer_by_layer(family, quantization, tmp_path_factory):
-    path = cached_model(family, tmp_path_factory)
-    sequences, num_prompt = ragged_sequences()
-    logits = []
+    path, logits = cached_model(family, tmp_path_factory), []
     for decoder in ("native in one call", "native"):
-        model, backend = load(path, quantization=quantization, decoder=decoder)
-        logits += [paged_logits(model, backend, sequences, num_prompt=num_prompt, block_size=16, chunk=7)]
-    in_one_call, layered = (torch.cat(parts) for parts in logits)
+        logits.append(torch.cat(logits_of(path, block_size=16, quantization=quantization, decoder=decoder)))
+    in_one_call, layered = logits
     # not closer: an activation between two steps may take either, and another expert follows
     assert (in_one_call - layered).pow(2).mean().sqrt() < 0.03 * layered.std()
 
@@ -91,14 +33,14 @@ def test_rounded_weights_give_the_logits_of_the_same_weights_layer_by_layer(fami
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
-        *((name, None) for name in ("qwen3", "gemma3", "qwen2-moe", "ministral3", "glm4")),
+        *((name, None) for name in ("qwen3", "gemma3", "qwen2-moe", "ministral3", "glm4", "gemma4-e2b")),
         *(("qwen3-moe", name) for name in ("int8", "int4")),
     ],
 )
 def test_bfloat16_logits_do_not_depend_on_chunks_company_or_threads(family, quantization, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
     sequences, num_prompt = ragged_sequences()
-    model, backend = load(path, dtype=torch.bfloat16, quantization=quantization)
+    model, backend = loaded(path, dtype=torch.bfloat16, block_size=16, quantization=quantization)
     options = {"block_size": 16, "dtype": torch.bfloat16}
     together = paged_logits(model, backend, sequences, num_prompt=num_prompt, chunk=None, **options)
     try:
@@ -121,7 +63,7 @@ def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
     path = tiny_model("qwen3-moe", tmp_path / "model", mlp_only_layers=[], num_hidden_layers=1, **sizes)
     if weights == "gptq":
         path, _ = quantized_twins(path, tmp_path, *gptq())
-    model, backend = load(path, quantization=weights if weights in FORMATS else None)
+    model, backend = loaded(path, block_size=16, quantization=weights if weights in FORMATS else None)
     sequences, options = [list(range(3, 12))], {"num_prompt": [2], "block_size": 16, "chunk": None}
     [whole] = paged_logits(model, backend, sequences, **options)
     try:
@@ -133,46 +75,12 @@ def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("family", ["llama", "cohere2", "gpt_oss", "gemma4-e2b", "gemma4-12b", "qwen3_5", "lfm2"])
-def test_tokens_that_nobody_asks_for_change_no_bit(family, tmp_path_factory):
-    """They end at the last layer that keeps K and V or a state; the cache and the tokens asked for are the same."""
-    path = cached_model(family, tmp_path_factory)
-    model, backend = loaded(path)
-    first = [(0, 0, list(range(3, 23))), (1, 0, [7]), (2, 0, list(range(9, 42)))]
-    then = [(0, 20, [5, 6, 7]), (1, 1, [8]), (2, 33, [4, 4])]
-
-    def steps(rows_of_first, rows_of_then):
-        harness = PagedHarness(model, backend, lengths=[23, 2, 35], block_size=4)
-        return harness.step(first, rows_of_first), harness.step(then, rows_of_then), harness.kv_cache.nan_to_num()
-
-    *logits, cache = steps(range(54), range(6))
-    for pair in ([[], [2, 3, 5]], [[20], [3]], [[19, 20, 53], []], [[5, 6, 9, 30, 31, 53], [0, 5]]):
-        *found, kept = steps(*pair)
-        assert torch.equal(kept, cache)
-        for whole, rows, some in zip(logits, pair, found, strict=True):
-            assert torch.equal(some, whole[rows])
-
-
-def test_tied_embedding_is_kept_once(tmp_path_factory):
-    path = cached_model("qwen2", tmp_path_factory)
-    model, _ = load(path)
-    spec = model.spec
-    assert spec.tie_word_embeddings
-    from safetensors.torch import load_file
-
-    assert model.weight_bytes == sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
-
-
 @pytest.mark.parametrize(
     ("family", "sizes"), [("llama", {"hidden_size": 52, "head_dim": 10}), ("starcoder2", {"hidden_size": 56})]
 )
 def test_odd_sizes_equal_transformers(family, sizes, tmp_path):
     path = tiny_model(family, tmp_path, intermediate_size=70, vocab_size=321, **sizes)
-    sequences, num_prompt = ragged_sequences()
-    model, backend = load(path)
-    actual = paged_logits(model, backend, sequences, num_prompt=num_prompt, block_size=16, chunk=7)
-    for ours, theirs in zip(actual, transformers_logits(path, sequences), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert_same_logits(logits_of(path, block_size=16), transformers_logits(path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

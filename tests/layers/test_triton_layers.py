@@ -3,8 +3,6 @@
 The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from interpreter import interpreted
@@ -134,51 +132,6 @@ def test_rotate_and_store_equals_split_heads_and_write(
                 torch.testing.assert_close(by_slot[slot], values[token], **tolerance)
         untouched = [slot for slot in range(num_blocks * block_size) if slot not in slots.tolist()]
         assert by_slot[untouched].isnan().all()
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "has_values"), [(4, 2, True), (8, 1, False), (9, 0, False)])
-def test_values_are_normed_may_be_keys_and_may_be_those_of_another_layer(num_heads, num_kv_heads, has_values, dtype):
-    """In a cache whose blocks hold two more layers."""
-    from pagedcli.attention.base import AttentionSpec, PagedBatch
-    from pagedcli.attention.layer import AttentionLayer
-    from pagedcli.attention.sdpa import SdpaAttention
-    from pagedcli.models.blocks import AttentionBody, ForwardStep, LayerStep
-    from pagedcli.models.mixers.attention import Attention
-    from pagedcli.models.rope import RopeSpec
-
-    num_tokens, head_dim, kept = 5, 24, max(1, num_kv_heads)
-    num_columns = (num_heads + (2 if has_values else 1) * num_kv_heads) * head_dim
-    projected = noise(num_tokens, num_columns, dtype=dtype, scale=3.0)
-    angles = noise(40, head_dim // 2, seed=4) * 3
-    backend = SdpaAttention(AttentionSpec(torch.device("cpu"), dtype, 16, num_heads, kept, head_dim))
-    table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
-    norm = noise(num_heads + num_kv_heads, head_dim, seed=3), 1e-6
-    nothing = dict.fromkeys(("linear", "summed_linear", "small", "query_scales"), lambda _: None)
-    found = {"backend_of": lambda _: backend, "qk_norm": lambda *_: norm, "table": lambda *_: table}
-    parts = SimpleNamespace(device=torch.device("cpu"), fused_store=True, **nothing, **found)
-    mixer = Attention(
-        num_heads=num_heads,
-        num_kv_heads=kept,
-        head_dim=head_dim,
-        rope=RopeSpec(),
-        source=None if num_kv_heads else 0,
-        value_norm=True,
-    )
-    layer = AttentionBody(parts, mixer, 0, "layer")
-    slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
-    batch = PagedBatch(None, None, None, slots, 1, 1)
-    found = []
-    for store in (layer._rotate_and_store, layer._write):
-        caches = torch.full((2, 3, 3, kept, 16, head_dim), float("nan"), dtype=dtype)
-        of_layer = LayerStep(AttentionLayer(scale=1.0), batch, batch.slots, *caches[:, :, 1])
-        step = ForwardStep(torch.tensor([0, 7, 39, 7, 20]), [of_layer])
-        found.append((store(projected, step, of_layer), caches))
-    tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3, "equal_nan": True}
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, **tolerance)
-    assert found[0][1].isnan().all() == (num_kv_heads == 0)
 
 
 @interpreted

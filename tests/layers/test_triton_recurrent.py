@@ -142,19 +142,20 @@ def test_a_layer_equals_its_twin(name, monkeypatch):
     check_equality(name, [(5, 1, 0, 0), (14, 4, 1, 2)], monkeypatch)
 
 
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_layer_equals_its_twin(name, kind, monkeypatch):
-    check_equality(name, STEPS[kind], monkeypatch)
+IN_FLOAT16 = ("gated delta, interleaved", "kimi delta", "mamba", "short convolution")
 
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated delta, interleaved", "kimi delta", "mamba", "short convolution"])
-def test_a_layer_in_float16_equals_its_twin(name, monkeypatch):
-    check_equality(name, STEPS["mixed"], monkeypatch, torch.float16)
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        *((name, kind, torch.float32) for name in SHAPES for kind in STEPS),
+        *((name, "mixed", torch.float16) for name in IN_FLOAT16),
+    ],
+)
+def test_every_layer_equals_its_twin(name, kind, dtype, monkeypatch):
+    check_equality(name, STEPS[kind], monkeypatch, dtype)
 
 
 def run_in_steps(name, steps, monkeypatch):
@@ -195,19 +196,24 @@ def test_rows_of_padding_leave_all_slots_as_they_are(monkeypatch):
             assert changed.nonzero().flatten().tolist() == [3]
 
 
+def check_prompt(layer, x, monkeypatch, atol, rtol):
+    """A prompt of 40 tokens gives the results and the state of the torch twin."""
+    pools = pools_of(layer.shape, torch.float32)
+    ours = [pool.clone() for pool in pools]
+    expected = run_layer(layer, x, [(0, 40, -1, 0)], pools, monkeypatch, fused=False)
+    result = run_layer(layer, x, [(0, 40, -1, 0)], ours, monkeypatch, fused=True)
+    torch.testing.assert_close(result, expected, atol=atol, rtol=rtol)
+    torch.testing.assert_close(ours[1], pools[1], atol=atol, rtol=rtol)
+
+
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated delta", "kimi delta"])
 def test_keys_that_are_all_alike_are_corrected_as_exactly(name, monkeypatch):
     """The inverse of a chunk then has small entries, where powers of its matrix have huge ones."""
-    shape = SHAPES[name]
-    layer, pools = body(shape, torch.float32), pools_of(shape, torch.float32)
-    layer.decay, x = layer.decay * 1e-4, noise(1, WIDTH, seed=30).expand(40, -1).contiguous()
-    ours = [pool.clone() for pool in pools]
-    expected = run_layer(layer, x, [(0, 40, -1, 0)], pools, monkeypatch, fused=False)
-    result = run_layer(layer, x, [(0, 40, -1, 0)], ours, monkeypatch, fused=True)
-    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(ours[1], pools[1], atol=1e-5, rtol=1e-4)
+    layer = body(SHAPES[name], torch.float32)
+    layer.decay = layer.decay * 1e-4
+    check_prompt(layer, noise(1, WIDTH, seed=30).expand(40, -1).contiguous(), monkeypatch, 1e-5, 1e-4)
 
 
 @interpreted
@@ -216,9 +222,4 @@ def test_channels_that_forget_at_once_overflow_nowhere(monkeypatch):
     """Divided by what is kept within a chunk, e^-1000, keys would be infinite."""
     layer = body(SHAPES["kimi delta"], torch.float32)
     layer.decay[1], layer.step_bias[:24:2] = -100.0, -20.0
-    pools, x = pools_of(layer.shape, torch.float32), noise(40, WIDTH, seed=30)
-    ours = [pool.clone() for pool in pools]
-    expected = run_layer(layer, x, [(0, 40, -1, 0)], pools, monkeypatch, fused=False)
-    result = run_layer(layer, x, [(0, 40, -1, 0)], ours, monkeypatch, fused=True)
-    torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(ours[1], pools[1], atol=2e-5, rtol=2e-5)
+    check_prompt(layer, noise(40, WIDTH, seed=30), monkeypatch, 2e-5, 2e-5)

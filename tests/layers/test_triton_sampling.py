@@ -160,26 +160,6 @@ def test_more_candidates_than_are_copied_are_searched_where_they_are():
     assert abs(float(probs[logits > floor].sum()) - 0.75) < 5e-5
 
 
-@interpreted
-def test_limits_read_the_chunks_that_matter(monkeypatch):
-    """At one row a program alone reads it, so each pass counts; the largest of each chunk are found side by side."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    load, logits, read = InterpreterBuilder.create_masked_load, noise(1, 30000, scale=2.0), []
-
-    def counted(builder, ptrs, mask, *rest):
-        inside = (ptrs.data >= logits.data_ptr()) & (ptrs.data < logits.data_ptr() + logits.nbytes) & mask.data
-        read.append(int(inside.sum()))
-        return load(builder, ptrs, mask, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
-    for likeliest, limits, most in ((0, (0, 0.9, 0.0), 5), (40, (0, 0.9, 0.0), 1.5)):
-        logits[0, 5] = likeliest
-        read.clear()
-        smallest_kept(logits, torch.full((1,), 0.6), limits_of(limits))
-        assert sum(read) <= most * 30000, (limits, sum(read))
-
-
 # ---------------------------------------------------------------------- tokens
 
 

@@ -1,15 +1,19 @@
-"""The Triton product with quantized weights: equal to its twin in the interpreter."""
+"""The Triton product with quantized weights and with the blocks of GGUF files: every number is the checkpoint's."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf_files import gguf, random_blocks
 from interpreter import interpreted
 from quantized_zoo import exact_activations, random_float8, random_weight
 
 from pagedcli.errors import ModelError
 from pagedcli.layers.quantized import E2M1
+from pagedcli.models.gguf.types import TYPES
+from pagedcli.models.gguf.weights import numbers
 
 pytest.importorskip("triton")
 FP8 = torch.float8_e4m3fn
@@ -66,13 +70,13 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_parts_of_the_inputs_are_added(form, tokens, short_parts):
-    from pagedcli.layers.triton_products import TritonLinear, linear_constants
+    from pagedcli.layers.triton_products import TritonLinear, kernel_weight, linear_constants
 
     weight = FORMS[form]
     x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
     numbers = weight.dequantized(torch.float32)
     linear = TritonLinear(weight, bias[: len(numbers)])
-    constants = [linear_constants(linear._weight, count, 132)[0] for count in (1, 17, 40, 64)]
+    constants = [linear_constants(kernel_weight([weight]), count, 132)[0] for count in (1, 17, 40, 64)]
     assert len({(each["LENGTH"], each["BLOCK_K"]) for each in constants}) == 1, "else a token depends on its company"
     assert constants[0]["LENGTH"] < numbers.shape[1] / 2
     exact = x.double() @ numbers.double().T + bias[: len(numbers)]
@@ -88,23 +92,21 @@ def test_the_company_of_a_row_does_not_change_its_bits(form, short_parts):
     from pagedcli.layers.triton_products import TritonLinear
 
     linear = TritonLinear(FORMS[form])
-    x = exact_activations(40, linear._weight.num_in).half() / 127
+    x = exact_activations(40, FORMS[form].dequantized(torch.float32).shape[1]).half() / 127
     assert torch.equal(linear(x), torch.cat([linear(x[:1]), linear(x[1:20]), linear(x[20:])]))
 
 
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
-def test_many_tokens_are_multiplied_by_the_unpacked_weight(form, monkeypatch):
-    from pagedcli.layers import triton_products
-    from pagedcli.layers.triton_products import TritonLinear, unpacked_weight
+def test_many_tokens_are_multiplied_by_the_unpacked_weight(form):
+    from pagedcli.layers.triton_products import UNPACKED_TOKENS, TritonLinear, kernel_weight, unpacked_weight
 
     weight = FORMS[form]
-    linear = TritonLinear(weight)
     for dtype in (torch.float32, torch.float16):
-        assert torch.equal(unpacked_weight(linear._weight, dtype), weight.dequantized(dtype))
-    monkeypatch.setattr(triton_products, "linear_kernel", None)
-    x = torch.ones(triton_products.UNPACKED_TOKENS, linear._weight.num_in)
-    assert torch.equal(linear(x), F.linear(x, weight.dequantized(torch.float32)))
+        assert torch.equal(unpacked_weight(kernel_weight([weight]), dtype), weight.dequantized(dtype))
+    numbers = weight.dequantized(torch.float32)
+    x = torch.ones(UNPACKED_TOKENS, numbers.shape[1])
+    assert torch.equal(TritonLinear(weight)(x), F.linear(x, numbers))
 
 
 def by_hardware(linear):
@@ -143,16 +145,18 @@ def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
 
 
 @interpreted
-def test_no_tokens_and_the_layer_of_a_checkpoint():
-    from quantized_zoo import FORMATS
-
+@pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if kind.in_triton])
+def test_a_product_has_the_numbers_of_the_file_and_takes_the_bytes_of_the_table(number):
     from pagedcli.layers.triton_products import TritonLinear
-    from pagedcli.models.stored_quantization import StoredQuantization
 
-    assert TritonLinear(random_weight(32, 64))(torch.empty(0, 64)).shape == (0, 32)
-    stored = StoredQuantization(method="awq", layout="awq", bits=4, group_size=32, symmetric=False)
-    quantize, _ = FORMATS["awq"]
-    tensors, weight = quantize(torch.zeros(48, 64), torch.Generator().manual_seed(0))
-    linear = stored.linear([tensors], None, torch.float32, "triton")
+    kind, rows = TYPES[number], 40
+    raw = random_blocks(gguf.GGMLQuantizationType(number), rows, 512, np.random.default_rng(number))
+    module = {"weight": torch.from_numpy(raw).reshape(rows, -1, kind.num_bytes)}
+    linear = kind.linear([module], None, torch.float32, "triton")
     assert isinstance(linear, TritonLinear)
-    torch.testing.assert_close(linear(torch.eye(64)).T, weight)
+    assert linear.nbytes == kind.kept_bytes((rows, 512), 4, "triton")
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(linear(torch.eye(512, dtype=dtype)).T, numbers(module["weight"], kind, dtype))
+    x = exact_activations(3, 512) / 127
+    exact = x.double() @ numbers(module["weight"], kind, torch.float32).double().T
+    torch.testing.assert_close(linear(x).double(), exact, rtol=1e-5, atol=1e-3)

@@ -4,19 +4,17 @@ import json
 
 import pytest
 import torch
-from harness.engine import paged_logits, ragged_sequences
-from model_zoo import cached_model, load_model
+from harness.engine import loaded, logits_of
+from model_zoo import cached_model
 from quantized_zoo import quantized_twins
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ModelError
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import this_machine
 
-CPU = torch.device("cpu")
 # quantiles of a normal distribution, as QLoRA lists them
 NF4 = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
@@ -55,23 +53,19 @@ def rounded(weight, *, double, dtype="bfloat16"):
     return parts, widened.view(weight.shape).to(getattr(torch, dtype))
 
 
-def logits_of(path, dtype):
-    spec = read_spec(path)
-    model = load_model(path, spec, backend=ReferenceAttention(), dtype=dtype, device=CPU, max_model_len=128)
-    sequences, num_prompt = ragged_sequences()
-    options = {"num_prompt": num_prompt, "block_size": 4, "chunk": 7, "dtype": dtype}
-    return paged_logits(model, ReferenceAttention(), sequences, **options), model.notes
-
-
 @pytest.mark.quick("False-float32")
 @pytest.mark.parametrize(("double", "dtype"), [(False, "float32"), (True, "bfloat16"), (True, "float16")])
 def test_numbers_are_those_of_bitsandbytes_to_the_bit(double, dtype, tmp_path, tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
     packed, plain = quantized_twins(path, tmp_path, lambda w, _: rounded(w, double=double, dtype=dtype), CONFIG)
     for own in (torch.float32, torch.bfloat16):
-        (found, notes), (expected, _) = logits_of(packed, own), logits_of(plain, own)
+        found, expected = (logits_of(path, "reference", dtype=own) for path in (packed, plain))
         assert all(map(torch.equal, found, expected))
-    assert notes[-1].startswith("14 weights that bitsandbytes rounded to 4 bits are widened")
+    assert (
+        loaded(packed, "reference")[0]
+        .notes[-1]
+        .startswith("14 weights that bitsandbytes rounded to 4 bits are widened")
+    )
     before = decide(EngineConfig(model=str(packed), device="cpu"), read_spec(packed), this_machine()).plan.notes
     assert before == ("weights are bitsandbytes, 4 bits, widened to float32 while loading",)
 
@@ -92,7 +86,7 @@ def test_a_damaged_weight_is_refused_by_name(change, reason, tmp_path, tmp_path_
     tensors |= {f"model.layers.0.mlp.up_proj.{name}": tensor for name, tensor in change.items()}
     save_file({k: v for k, v in tensors.items() if v is not None}, packed / "model.safetensors")
     with pytest.raises(ModelError) as caught:
-        logits_of(packed, torch.float32)
+        loaded(packed, "reference")
     assert "model.layers.0.mlp.up_proj.weight" in caught.value.message
     assert reason in caught.value.message
 

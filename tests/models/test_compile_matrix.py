@@ -212,40 +212,26 @@ def test_a_kernel_that_does_not_fit_is_found(fault, capability, num_warps, found
             check_fits(kernel, fault, capability)
 
 
-def check(name, capability, tmp_path, monkeypatch, **options):
+OVER_FP8 = ("qwen3-0.6b", "qwen3-8b", "gemma-3-1b", "gemma-3-27b", "phi-3-mini", *GEMMA4)
+CASES = [(name, capability, "auto") for name in (*MODELS, *HYBRIDS, *GEMMA4) for capability in CAPABILITIES]
+CASES += [(name, capability, "auto") for name in FP8_MODELS for capability in WITH_FP8]
+CASES += [(name, capability, "fp8") for name in OVER_FP8 for capability in WITH_FP8]
+
+
+@pytest.mark.quick("qwen3-0.6b-(9, 0)-auto")
+@pytest.mark.parametrize(("name", "capability", "kv_cache_dtype"), CASES, ids=lambda value: str(value))
+def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, kv_cache_dtype, tmp_path, monkeypatch):
     from triton_launches import launches_of
 
     config = (MODELS | FP8_MODELS | HYBRIDS | GEMMA4)[name]
-    launches = launches_of(config, tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
+    options = {"capability": capability, "steps": STEPS, "kv_cache_dtype": kv_cache_dtype}
     number = capability[0] * 10 + capability[1]
-    for launch in launches:
+    for launch in launches_of(config, tmp_path / "model", monkeypatch, **options):
         # windows with soft caps in one tile, and groups of 8, cost ptxas a few values of a prefill kernel; a scale for
         # all inputs costs two of a product's on 10.0, in tiles of 128 rows, and FP8 two of the experts' on 9.0
         known = {"prefill_kernel": 96, "linear_kernel": 8 * (number == 100), "experts_kernel": 8 * (number == 90)}
         spills = known.get(launch.function.__name__, 0)
         check_fits(launch.compiled(number, tmp_path), launch, number, spills)
-    return {launch.function.__name__ for launch in launches}
-
-
-@pytest.mark.quick("qwen3-0.6b-(9, 0)")
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS, *GEMMA4])
-def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
-    check(name, capability, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", WITH_FP8, ids=str)
-@pytest.mark.parametrize("name", FP8_MODELS)
-def test_every_kernel_of_an_fp8_model_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
-    check(name, capability, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", WITH_FP8, ids=str)
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "gemma-3-1b", "gemma-3-27b", "phi-3-mini", *GEMMA4])
-def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
-    check(name, capability, tmp_path, monkeypatch, kv_cache_dtype="fp8")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Models that only transformers knows give its logits over the paged cache, or are refused with a reason."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -9,24 +8,22 @@ import torch
 import transformers
 from harness.engine import (
     assert_same_logits,
+    loaded,
+    logits_of,
     make_engine,
-    paged_logits,
     ragged_prompts,
-    ragged_sequences,
     run,
     transformers_logits,
     transformers_tokens,
 )
-from model_zoo import FALLBACK_FAMILIES, cached_model, load_model, random_model, tiny_model
+from model_zoo import FALLBACK_FAMILIES, cached_model, nested, random_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.transformers_fallback import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
+from pagedcli.models.transformers_fallback import AttentionTrace, refuse_by_config
 from pagedcli.models.transformers_fallback import read_fallback_spec as read_spec
 from pagedcli.sampling_params import SamplingParams
 
-CPU, WEIGHTS = torch.device("cpu"), "model.safetensors"
 SMALL = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -39,9 +36,8 @@ SMALL = {
 }
 
 
-def load(path, *, dtype=torch.float32, max_model_len=128, **options):
-    options = {"backend": ReferenceAttention(), "dtype": dtype, "device": CPU, **options}
-    return load_model(path, read_spec(path), max_model_len=max_model_len, **options)
+def load(path, **options):
+    return loaded(path, "reference", read=read_spec, **options)[0]
 
 
 def refusal_of(path, **options):
@@ -54,27 +50,18 @@ def refusal_of(path, **options):
 @pytest.mark.parametrize("family", [*FALLBACK_FAMILIES, "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "mixtral"])
 def test_logits_equal_transformers_in_float32(family, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
-    model = load(path)
-    sequences, num_prompt = ragged_sequences()
-    expected = transformers_logits(path, sequences)
     for block_size, chunk in ((1, None), (16, 7)):
-        actual = paged_logits(
-            model, ReferenceAttention(), sequences, num_prompt=num_prompt, block_size=block_size, chunk=chunk
-        )
-        assert_same_logits(actual, expected)
+        actual = logits_of(path, "reference", block_size=block_size, chunk=chunk, read=read_spec)
+        assert_same_logits(actual, transformers_logits(path))
 
 
 @pytest.mark.quick("granite")
 @pytest.mark.parametrize("family", FALLBACK_FAMILIES)
 def test_bfloat16_stays_near_float32(family, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
-    sequences, num_prompt = ragged_sequences()
-    options = {"num_prompt": num_prompt, "block_size": 4, "chunk": 7, "dtype": torch.bfloat16}
-    actual = torch.cat(
-        paged_logits(load(path, dtype=torch.bfloat16), ReferenceAttention(), sequences, **options)
-    ).float()
-    theirs = torch.cat(transformers_logits(path, sequences, dtype=torch.bfloat16)).float()
-    exact = torch.cat(transformers_logits(path, sequences))
+    actual = torch.cat(logits_of(path, "reference", dtype=torch.bfloat16, read=read_spec)).float()
+    theirs = torch.cat(transformers_logits(path, dtype=torch.bfloat16)).float()
+    exact = torch.cat(transformers_logits(path))
     assert 0 < (actual - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
@@ -97,13 +84,8 @@ def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal
     """Gemma 3n past its window, in a small pool: the last two of its four layers hold no blocks."""
     path, prompts = tiny_model("gemma3n", tmp_path / "text"), ragged_prompts(6)
     expected = transformers_tokens(path, prompts, 64)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    text = json.loads((path / "config.json").read_text())
-    outer = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
-    (whole / "config.json").write_text(json.dumps(outer))
-    tensors = {name.replace("model.", "model.language_model.", 1): t for name, t in load_file(path / WEIGHTS).items()}
-    save_file(tensors | {"model.vision_tower.conv.weight": torch.ones(2)}, whole / WEIGHTS, metadata={"format": "pt"})
+    others = {"model.vision_tower.conv.weight": torch.ones(2)}
+    whole = nested(path, tmp_path / "whole", "gemma3n", "Gemma3nForConditionalGeneration", others=others)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for folder, config in ((path, {"attention_backend": "reference"}), (whole, {"chunked_prefill_size": 7})):
         engine = make_engine(folder, block_size=4, max_model_len=160, num_kvcache_blocks=80, **config)
@@ -113,25 +95,11 @@ def test_layers_that_read_others_keep_nothing_and_text_is_read_from_a_multimodal
     assert "1 tensor of the checkpoint is not read, of which transformers makes no use" in engine.plan.notes
 
 
-@pytest.mark.parametrize("sliding_window", [3, 40])
-def test_a_sliding_window_is_exact_through_transformers(sliding_window, tmp_path):
-    path = tiny_model("phi3", tmp_path, sliding_window=sliding_window)
-    model = load(path, max_model_len=128)
-    assert {layer.window for layer in model.attention_layers} == {sliding_window}
-    sequences, num_prompt = ragged_sequences()
-    options = {"num_prompt": num_prompt, "block_size": 4, "chunk": 7}
-    actual = paged_logits(model, ReferenceAttention(), sequences, **options)
-    torch.testing.assert_close(torch.cat(actual), torch.cat(transformers_logits(path, sequences)), atol=1e-4, rtol=0)
-
-
 def test_rope_that_depends_on_the_longest_neighbour_runs_while_it_does_not(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
     path = tiny_model("phi3", tmp_path, original_max_position_embeddings=100, rope_parameters=rope)
-    sequences, num_prompt = ragged_sequences()
-    actual = paged_logits(
-        load(path, max_model_len=100), ReferenceAttention(), sequences, num_prompt=num_prompt, block_size=4, chunk=None
-    )
-    torch.testing.assert_close(torch.cat(actual), torch.cat(transformers_logits(path, sequences)), atol=1e-4, rtol=0)
+    actual = logits_of(path, "reference", max_model_len=100, chunk=None, read=read_spec)
+    assert_same_logits(actual, transformers_logits(path))
     error = refusal_of(path, max_model_len=101)
     assert "above 100 tokens its rope type 'longrope' depends on the longest sequence of a batch" in error.message
     assert "--max-model-len 100" in error.hint
@@ -230,8 +198,6 @@ def test_dummy_weights_repeat_by_seed_and_leave_the_global_generator_alone(tmp_p
 
 
 def test_damaged_incomplete_and_unused_weights_are_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     path = tiny_model("olmo2", tmp_path)
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -245,27 +211,6 @@ def test_damaged_incomplete_and_unused_weights_are_named(tmp_path):
     assert "damaged or cut short" in refusal_of(path).message
     file.unlink()
     assert "missing, damaged" in refusal_of(path).message
-
-
-@pytest.mark.parametrize(
-    ("fields", "window"),
-    [
-        ({"sliding_window": 8}, (8, 8)),
-        ({"sliding_window": None}, ()),
-        ({"sliding_window": 8, "use_sliding_window": False}, ()),
-        ({"sliding_window": 8, "layer_types": ["full_attention"] * 2}, ()),
-        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, (None, 8)),
-        ({"attention_chunk_size": 16, "layer_types": ["chunked_attention"] * 2, "sliding_window": 8}, ()),
-        ({}, ()),
-    ],
-)
-def test_only_layers_that_slide_have_a_window(fields, window):
-    assert layer_windows(SimpleNamespace(num_hidden_layers=2, **fields)) == window
-
-
-@pytest.mark.parametrize(("kind", "chunk"), [("chunked_attention", 16), ("full_attention", None)])
-def test_layers_that_attend_within_chunks_limit_the_length(kind, chunk):
-    assert attention_chunk(SimpleNamespace(attention_chunk_size=16, layer_types=[kind])) == chunk
 
 
 def attention_module(layer=0, **attributes):

@@ -1,23 +1,18 @@
 """One footprint: what is predicted from config.json alone is what a loaded model has, to the byte."""
 
-import math
 import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness.engine import planned_and_made
 from model_zoo import NATIVE_FAMILIES, tiny_model
-from safetensors import safe_open
 
-from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS, padded_rows
-from pagedcli.models.reading import native_spec, read_spec
-from pagedcli.planning.decide import decide
-from pagedcli.planning.machine import this_machine
-from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.models.reading import native_spec
 
 FAMILIES = [*NATIVE_FAMILIES, "olmo2", "gemma2", "gemma3", "qwen3-moe", "qwen2-moe"]
 FAMILIES += ["qwen3_next", "lfm2", "granite-hybrid-moe", "deepseek_v3", "minicpm3"]
@@ -28,15 +23,14 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def check_prediction(family, tmp_path, **settings):
     path = tiny_model(family, tmp_path / family)
-    config = EngineConfig(model=str(path), device="cpu", num_kvcache_blocks=8, max_model_len=128, **settings)
-    spec, machine = read_spec(path), this_machine()
     try:
-        decision = decide(config, spec, machine)
+        decision, engine = planned_and_made(path, max_model_len=128, **settings)
     except (BackendError, ConfigError) as error:
         pytest.skip(f"not here: {error.message}")
-    assert decision.terms.weights == LLMEngine(config).plan.weight_bytes
+    assert decision.terms.weights == engine.plan.weight_bytes
 
 
+@pytest.mark.slow_cases("*-float32-auto")
 @pytest.mark.usefixtures("own_panels")
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -50,14 +44,6 @@ def test_predicted_weights_are_those_of_the_loaded_model(family, dtype, backend,
 @pytest.mark.parametrize("family", dict.fromkeys(FAMILIES))
 def test_predicted_weights_are_those_of_the_rounded_model(family, quantization, tmp_path):
     check_prediction(family, tmp_path, dtype="bfloat16", quantization=quantization)
-
-
-def test_parameters_are_those_of_the_checkpoint(tmp_path):
-    path = tiny_model("gemma3", tmp_path / "m")
-    with safe_open(path / "model.safetensors", framework="pt") as file:
-        names = [name for name in file.keys() if name != "lm_head.weight"]  # noqa: SIM118
-        count = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    assert footprint(read_spec(path), AS_STORED, "torch", 4).parameters == count
 
 
 def test_a_step_reads_each_expert_once_that_its_tokens_go_to():

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import transformers
-from cli_harness import PROMPTS, pagedcli
 from conftest import shared_data
 from gguf_files import gguf_twins
 from harness.engine import make_engine, run
@@ -44,29 +43,3 @@ def test_a_trained_model_continues_a_story_as_transformers_does(kind, tmp_path):
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     [[found]] = run(make_engine(path, attention_backend="sdpa"), [ids], params)
     assert [*ids, *found] == expected
-
-
-@pytest.mark.long
-def test_commands_take_a_file_as_they_take_a_folder(tmp_path):
-    source = shared_data("stories260k")
-    kinds = {"ffn_gate": "Q4_0", "ffn_down": "F16"}  # gate and up differ
-    path, _ = gguf_twins(
-        source,
-        tmp_path,
-        type_of=lambda name: next((kind for part, kind in kinds.items() if part in name), "Q8_0"),
-        extra=with_tokenizer(source),
-    )
-    model = "-m", path, "--device", "cpu", "--num-kvcache-blocks", "64"
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(PROMPTS)
-    for name, num_seqs in ("a", 1), ("b", 3):
-        out = tmp_path / f"{name}.jsonl"
-        options = "--max-tokens", "6", "--max-num-seqs", num_seqs, "--output-token-ids", "--logprobs", "2"
-        done = pagedcli("generate", prompts, *model, *options, "-o", out)
-        assert "kept so apart from gate and up of 5 layers, widened to bfloat16" in " ".join(done.stderr.split())
-    pagedcli("verify", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
-    planned = json.loads(pagedcli("plan", prompts, *model, "--max-tokens", "6", "--format", "json").stdout)
-    memory = json.loads(pagedcli("profile-memory", *model, "--format", "json").stdout)
-    assert planned["num_valid_rows"] == 3
-    weights = next(row for row in memory["waterfall"] if row["term"] == "weights")
-    assert weights["measured_bytes"] == pytest.approx(weights["predicted_bytes"], rel=0.01)

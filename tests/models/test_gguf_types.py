@@ -8,8 +8,6 @@ import torch
 from gguf_files import random_blocks
 
 from pagedcli.errors import ModelError
-from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.models.formats import padded_rows
 from pagedcli.models.gguf.types import REFUSED, TYPES
 from pagedcli.models.gguf.weights import numbers
 
@@ -51,32 +49,6 @@ def test_numbers_equal_those_of_the_package_in_every_bit(number):
 def test_numbers_are_made_on_the_device_of_their_bytes(number):
     raw = torch.empty((4, 3, TYPES[number].num_bytes), dtype=torch.uint8, device="meta")  # stands for a GPU
     assert numbers(raw, TYPES[number], torch.bfloat16).is_meta
-
-
-@pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if not kind.is_float])
-def test_scales_that_are_products_are_equal_to_them(number):
-    weight = TYPES[number].read({"weight": torch.from_numpy(blocks(TYPES[number], 16, 8))})
-    assert int(weight.codes.max()) < 1 << weight.bits
-    if weight.steps is None:
-        assert TYPES[number].block == 32 or TYPES[number].name.startswith("TQ")
-        return
-    parts = [(weight.steps, weight.factors, weight.scales)]
-    if weight.minima is not None:
-        parts.append((weight.minimum_steps, weight.minimum_factors, weight.minima))
-    for steps, factors, products in parts:
-        whole = steps.repeat_interleave(factors.shape[1] // steps.shape[1], 1) * factors.float()
-        torch.testing.assert_close(whole, products, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.usefixtures("own_panels")
-@pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if not kind.is_float])
-def test_a_packed_weight_takes_the_bytes_of_the_table_and_keeps_every_number(library, number):
-    kind, rows = TYPES[number], 40
-    raw = torch.from_numpy(random_blocks(gguf.GGMLQuantizationType(number), rows, 512, np.random.default_rng(number)))
-    raw = raw.reshape(rows, -1, kind.num_bytes)
-    layer = NativeLinear(library, kind.read({"weight": raw}), dtype=torch.float32)
-    assert layer.packed_bytes == padded_rows(rows, "cpu") * 512 * kind.packed // 256
-    assert torch.equal(layer.weight_rows(torch.arange(rows)), numbers(raw, kind, torch.float32))
 
 
 @pytest.mark.usefixtures("own_panels")

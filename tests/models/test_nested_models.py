@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
-from harness.engine import loaded, make_engine, paged_logits, ragged_sequences, run, transformers_logits
-from model_zoo import DATA_FAMILIES, cached_model, tiny_model
+from harness.engine import assert_same_logits, loaded, logits_of, make_engine, ragged_sequences, run
+from model_zoo import cached_model, nested, tiny_model
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 
@@ -15,50 +15,27 @@ from pagedcli.models.reading import read_spec
 from pagedcli.models.rope_tables import query_scales
 from pagedcli.sampling_params import SamplingParams
 
-SEQUENCES, NUM_PROMPT = ragged_sequences()
+SEQUENCES, _ = ragged_sequences()
 OTHERS = {"vision_tower.patch.weight": torch.zeros(2), "multi_modal_projector.linear_1.weight": torch.zeros(3)}
 
 
-def logits_of(path, backend="cpu"):
-    model, attention = loaded(path, backend)
-    return paged_logits(model, attention, SEQUENCES, num_prompt=NUM_PROMPT, block_size=4, chunk=7)
-
-
-def assert_close(actual, expected, tolerance=1e-4):
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
-
-
-def nested(path, target, model_type, architecture, *, quantization=None):
-    """The checkpoint at `path` as the language model of one that sees images, under the names of its publisher."""
-    config = json.loads((path / "config.json").read_text())
-    outer = {"model_type": model_type, "architectures": [architecture], "text_config": config, "vision_config": {}}
-    if quantization is not None:
-        outer["quantization_config"] = config.pop("quantization_config")
-    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(outer))
-    save_file(tensors | OTHERS, target / "model.safetensors")
-    return target
+def as_published(path, target, architecture, **options):
+    """As its publisher names it, who stores every tensor of the language model below one name."""
+    names = architecture.lower(), f"{architecture}ForConditionalGeneration"
+    options |= {"others": OTHERS, "rename": "language_model.{}".format, "vision_config": {}}
+    return nested(path, target, *names, **options)
 
 
 @pytest.mark.parametrize(
-    ("family", "model_type", "architecture"),
-    [
-        ("gemma3", "gemma3", "Gemma3ForConditionalGeneration"),
-        ("mistral", "mistral3", "Mistral3ForConditionalGeneration"),
-        ("ministral3", "mistral3", "Mistral3ForConditionalGeneration"),
-    ],
+    ("family", "architecture"), [("gemma3", "Gemma3"), ("mistral", "Mistral3"), ("ministral3", "Mistral3")]
 )
-def test_the_language_model_is_read_under_its_published_names(
-    family, model_type, architecture, tmp_path, tmp_path_factory
-):
+def test_the_language_model_is_read_under_its_published_names(family, architecture, tmp_path, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
-    whole = nested(path, tmp_path / "whole", model_type, architecture)
+    whole = as_published(path, tmp_path / "whole", architecture)
     model, _ = loaded(whole, "cpu")
     [note] = model.notes
     assert note.startswith("2 tensors of the checkpoint are not read")
-    assert_close(logits_of(whole), logits_of(path), tolerance=0)
+    assert_same_logits(logits_of(whole), logits_of(path), atol=0)
 
 
 _TEXT = {
@@ -115,7 +92,7 @@ def test_text_of_models_that_see_gives_transformers_logits(model_type, tmp_path)
     model, _ = loaded(tmp_path, "cpu")
     assert any("tensors of the checkpoint are not read" in note for note in model.notes)
     for backend in ("cpu", "reference"):
-        assert_close(logits_of(tmp_path, backend), expected)
+        assert_same_logits(logits_of(tmp_path, backend), expected)
 
 
 @pytest.mark.slow
@@ -155,7 +132,7 @@ def test_qwen2_5_vl_is_read_as_published(tmp_path):
         return olds.get(begin, "") + name.removeprefix(begin)
 
     save_file({old(name): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    assert_close(logits_of(tmp_path), expected)
+    assert_same_logits(logits_of(tmp_path), expected)
 
 
 def test_how_stacked_experts_lie_is_told_by_their_shapes(tmp_path):
@@ -165,7 +142,7 @@ def test_how_stacked_experts_lie_is_told_by_their_shapes(tmp_path):
     shapes = []
     for _ in range(2):
         shapes.append(tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape)
-        assert_close(logits_of(tmp_path), expected)
+        assert_same_logits(logits_of(tmp_path), expected)
         for name in [name for name in tensors if ".experts." in name]:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
         save_file(tensors, tmp_path / "model.safetensors")
@@ -174,7 +151,7 @@ def test_how_stacked_experts_lie_is_told_by_their_shapes(tmp_path):
 
 def test_a_language_model_of_a_family_without_a_decoder_is_refused(tmp_path, tmp_path_factory):
     path = cached_model("mistral", tmp_path_factory)
-    whole = nested(path, tmp_path / "whole", "mistral3", "Mistral3ForConditionalGeneration")
+    whole = as_published(path, tmp_path / "whole", "Mistral3")
     config = json.loads((whole / "config.json").read_text())
     config["text_config"]["model_type"] = "opt"
     (whole / "config.json").write_text(json.dumps(config))
@@ -197,16 +174,8 @@ def test_fp8_as_ministral_3_is_published(tmp_path, tmp_path_factory):
         "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     }
     packed, plain = quantized_twins(cached_model("ministral3", tmp_path_factory), tmp_path, quantize, content)
-    whole = nested(packed, tmp_path / "w", "mistral3", "Mistral3ForConditionalGeneration", quantization=content)
-    assert_close(logits_of(whole, "reference"), logits_of(plain, "reference"))
-
-
-@pytest.mark.parametrize("family", DATA_FAMILIES)
-def test_families_that_are_only_data_give_transformers_logits(family, tmp_path_factory):
-    path = cached_model(family, tmp_path_factory)
-    actual, expected = logits_of(path), transformers_logits(path, SEQUENCES)
-    assert_close(actual, expected)
-    assert all(torch.equal(a.argmax(-1), b.argmax(-1)) for a, b in zip(actual, expected, strict=True))
+    whole = as_published(packed, tmp_path / "w", "Mistral3", moved=["quantization_config"])
+    assert_same_logits(logits_of(whole, "reference"), logits_of(plain, "reference"))
 
 
 def test_queries_grow_in_steps_beyond_the_original_length_and_not_at_all_before(tmp_path_factory):

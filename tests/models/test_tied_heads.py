@@ -4,20 +4,14 @@ import json
 
 import pytest
 import torch
-from conftest import native_library
-from harness.engine import paged_logits, ragged_sequences, transformers_logits
-from model_zoo import load_model, tiny_model
+from harness.engine import assert_same_logits, loaded, logits_of, transformers_logits
+from model_zoo import tiny_model
 from pretend_cuda import plain
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.cpu import load as load_cpu
-from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.layers.linear import OutputLinear
 from pagedcli.models.reading import read_spec
 
-CPU = torch.device("cpu")
-SEQUENCES, NUM_PROMPT = ragged_sequences()
 TIED = ("llama", "qwen2", "qwen3-moe", "gemma", "gemma3", "phi3-longrope", "nemotron_h", "lfm2", "cohere")
 TABLES = ("embed_tokens.weight", "wte.weight", "embeddings.weight", "embed_in.weight")
 HEADS = {True: ("model.embed_tokens.weight",), False: ("lm_head.weight",)}
@@ -38,38 +32,27 @@ def other(table):
     return torch.randn(table.shape, generator=torch.Generator().manual_seed(3)) * 0.2
 
 
-def loaded(path, backend_name="reference", dtype=torch.float32):
-    spec = read_spec(path)
-    native_library()
-    attention = AttentionSpec(CPU, dtype, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    backend = load_cpu(attention) if backend_name == "cpu" else ReferenceAttention()
-    return load_model(path, spec, backend=backend, dtype=dtype, device=CPU, max_model_len=128), backend
-
-
 @pytest.mark.parametrize("family", [*TIED, *THROUGH_TRANSFORMERS])
 def test_an_output_layer_that_differs_from_the_embedding_is_used(family, tmp_path):
     path = with_head(tiny_model(family, tmp_path / "model", tie_word_embeddings=True), other)
     assert json.loads((path / "config.json").read_text())["tie_word_embeddings"]
-    expected = transformers_logits(path, SEQUENCES)
+    expected = transformers_logits(path)
     # the native kernels serve no fallback
     backends = {"reference"} if family in THROUGH_TRANSFORMERS else {"reference", "cpu"}
     for backend in backends:
-        model = loaded(path, backend)
-        actual = paged_logits(*model, SEQUENCES, num_prompt=NUM_PROMPT, block_size=4, chunk=7)
-        for ours, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        assert_same_logits(logits_of(path, backend), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma", "gpt2"])
 def test_an_equal_output_layer_is_shared(family, tmp_path):
     path = tiny_model(family, tmp_path / "model", tie_word_embeddings=True)
-    plain = loaded(path)[0].weight_bytes
+    plain = loaded(path, "reference")[0].weight_bytes
     with_head(path, torch.clone)
     assert read_spec(path).tie_word_embeddings
-    assert loaded(path)[0].weight_bytes == plain
+    assert loaded(path, "reference")[0].weight_bytes == plain
     with_head(path, other)
     assert not read_spec(path).tie_word_embeddings
-    assert loaded(path)[0].weight_bytes > plain
+    assert loaded(path, "reference")[0].weight_bytes > plain
 
 
 def test_an_output_layer_in_another_part_of_the_checkpoint_counts(tmp_path):
@@ -83,9 +66,8 @@ def test_an_output_layer_in_another_part_of_the_checkpoint_counts(tmp_path):
     weight_map["lm_head.weight"] = "model-00002-of-00002.safetensors"
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert not read_spec(path).tie_word_embeddings
-    expected = transformers_logits(path, SEQUENCES)
-    actual = paged_logits(*loaded(path), SEQUENCES, num_prompt=NUM_PROMPT, block_size=4, chunk=7)
-    torch.testing.assert_close(actual[0], expected[0], atol=1e-4, rtol=0)
+    expected = transformers_logits(path)
+    assert_same_logits(logits_of(path, "reference"), expected)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", b"\x02" + b"\0" * 7 + b"7 "])
@@ -100,7 +82,7 @@ def test_files_that_cannot_be_read_change_nothing_before_loading(content, tmp_pa
 def test_logits_of_a_bfloat16_model_are_not_rounded(tied, backend, tmp_path):
     path = tiny_model("qwen2", tmp_path / "model", tie_word_embeddings=tied)
     [weight] = [each for name, each in load_file(path / "model.safetensors").items() if name in HEADS[tied]]
-    model, _ = loaded(path, backend, torch.bfloat16)
+    model, _ = loaded(path, backend, dtype=torch.bfloat16)
     hidden = torch.randn(3, weight.shape[1]).bfloat16()
     expected = hidden.double() @ weight.bfloat16().double().T
     logits = model.compute_logits(hidden)

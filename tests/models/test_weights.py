@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from model_zoo import cached_model, load_model, tiny_model
+from harness.engine import loaded
+from model_zoo import cached_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
 from pagedcli.models.formats import AsStored
 from pagedcli.models.parameters import decoder_parameters
@@ -15,12 +15,7 @@ from pagedcli.models.reading import read_spec
 from pagedcli.models.weights import CheckpointWeights, DummyWeights
 
 CPU = torch.device("cpu")
-Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
-
-
-def load(path, **options):
-    options = {"dtype": torch.float32, **options}
-    return load_model(path, read_spec(path), backend=ReferenceAttention(), device=CPU, **options)
+Q_WEIGHT, ADAPTER = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.lora_A.weight"
 
 
 def tensors_of(path, source=None, dtype=torch.float32, ignored=frozenset()):
@@ -33,23 +28,9 @@ def folder(tmp_path):
     return tiny_model("llama-untied", tmp_path / "model")
 
 
-@pytest.fixture
-def edit(folder):
-    """Change the checkpoint's tensors through a function of their dict."""
-
-    def apply(change):
-        file = folder / "model.safetensors"
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file, metadata={"format": "pt"})
-        return folder
-
-    return apply
-
-
 def refusal_of(path):
     with pytest.raises(ModelError) as caught:
-        load(path)
+        loaded(path, "reference")
     return caught.value
 
 
@@ -58,7 +39,7 @@ def test_what_predicts_further_tokens_is_not_read_and_named(tmp_path):
     number, file = read_spec(path).num_layers, path / "model.safetensors"
     tensors = load_file(file) | {f"model.layers.{number}.eh_proj.weight": torch.zeros(3)}
     save_file(tensors, file, metadata={"format": "pt"})
-    [note] = load(path).notes
+    [note] = loaded(path, "reference")[0].notes
     assert note.startswith("1 tensor of the checkpoint is not read")
     assert note.endswith(f"token by token: model.layers.{number}.*")
 
@@ -72,43 +53,21 @@ def test_shards_give_the_same_weights_as_one_file(tmp_path, tmp_path_factory):
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
-def test_projections_are_stacked_in_order(folder):
-    stored = load_file(folder / "model.safetensors")
-    tensors = tensors_of(folder)
-    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
-    for kind in ("weight", "bias"):
-        qkv = torch.cat([stored[f"{attention}{part}_proj.{kind}"] for part in "qkv"])
-        gate_up = torch.cat([stored[f"{mlp}{part}_proj.{kind}"] for part in ("gate", "up")])
-        assert torch.equal(tensors[f"layers.1.qkv.{kind}"], qkv)
-        assert torch.equal(tensors[f"layers.1.gate_up.{kind}"], gate_up)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_rounded_once_to_the_asked_dtype(folder, dtype):
-    exact, rounded = tensors_of(folder), tensors_of(folder, dtype=dtype)
-    assert all(torch.equal(rounded[key], exact[key].to(dtype)) for key in exact)
-
-
-def test_a_missing_tensor_is_named(edit):
-    error = refusal_of(edit(lambda tensors: tensors.pop(Q_WEIGHT)))
-    assert f"tensor {Q_WEIGHT!r} is missing" in error.message
-
-
-def test_an_unexpected_tensor_is_named_with_its_file(edit):
-    folder = edit(lambda tensors: tensors.update({"model.layers.0.lora_A.weight": torch.zeros(2, 2)}))
-    error = refusal_of(folder)
-    assert "'model.layers.0.lora_A.weight' is not part of this architecture" in error.message
-    assert str(folder / "model.safetensors") in error.message
-
-
-def test_a_wrong_shape_is_named_with_both_shapes(edit):
-    error = refusal_of(edit(lambda tensors: tensors.update({Q_WEIGHT: torch.zeros(60, 64)})))
-    assert f"{Q_WEIGHT!r} has shape [60, 64], but config.json asks for [64, 64]" in error.message
-
-
-def test_integer_weights_are_refused(edit):
-    error = refusal_of(edit(lambda tensors: tensors.update({Q_WEIGHT: torch.zeros(64, 64, dtype=torch.int8)})))
-    assert f"{Q_WEIGHT!r} is stored as int8" in error.message
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        (Q_WEIGHT, None, f"tensor {Q_WEIGHT!r} is missing"),
+        (ADAPTER, torch.zeros(2, 2), f"model.safetensors: tensor {ADAPTER!r} is not part of this architecture"),
+        (Q_WEIGHT, torch.zeros(60, 64), f"{Q_WEIGHT!r} has shape [60, 64], but config.json asks for [64, 64]"),
+        (Q_WEIGHT, torch.zeros(64, 64, dtype=torch.int8), f"{Q_WEIGHT!r} is stored as int8"),
+    ],
+    ids=["missing", "unexpected", "wrong shape", "integers"],
+)
+def test_a_tensor_that_does_not_belong_to_the_model_is_named(name, tensor, said, folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | {name: tensor}
+    save_file({key: each for key, each in tensors.items() if each is not None}, file, metadata={"format": "pt"})
+    assert said in refusal_of(folder).message
 
 
 @pytest.mark.parametrize("num_bytes", [4, 200, -1])
@@ -152,8 +111,8 @@ def test_copies_and_buffers_that_old_checkpoints_carry_are_ignored(tmp_path, tmp
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, folder / "model.safetensors")
     hidden = torch.randn(3, 64)
-    expected = load(cached_model("llama", tmp_path_factory)).compute_logits(hidden)
-    assert torch.equal(load(folder).compute_logits(hidden), expected)
+    expected = loaded(cached_model("llama", tmp_path_factory), "reference")[0].compute_logits(hidden)
+    assert torch.equal(loaded(folder, "reference")[0].compute_logits(hidden), expected)
 
 
 def test_one_safetensors_file_of_any_name_is_found(folder):
@@ -174,10 +133,6 @@ def test_dummy_weights_need_only_the_config_and_repeat_by_seed(folder):
     assert noise.std() == pytest.approx(0.02, rel=0.02)
     rounded = tensors_of(folder, DummyWeights(5), dtype=torch.bfloat16)
     assert all(torch.equal(rounded[key], first[key].bfloat16()) for key in first)
-    assert load(folder, load_format="dummy").weight_bytes == sum(tensor.nbytes for tensor in first.values())
-
-
-def test_dummy_noise_does_not_repeat_between_its_blocks(monkeypatch, folder):
-    monkeypatch.setattr(DummyWeights, "_BLOCK", 64)
-    rows = tensors_of(folder, DummyWeights(0))["lm_head"]
-    assert len(rows.unique(dim=0)) == len(rows)
+    assert loaded(folder, "reference", load_format="dummy")[0].weight_bytes == sum(
+        tensor.nbytes for tensor in first.values()
+    )

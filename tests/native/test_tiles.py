@@ -10,14 +10,13 @@ import pytest
 import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
 from conftest import forget_library
-from harness.engine import paged_logits, ragged_sequences, transformers_logits
-from model_zoo import load_model, tiny_model
+from harness.engine import logits_of, transformers_logits
+from model_zoo import tiny_model
 from quantized_zoo import random_weight
 
 from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.models.reading import read_spec
 from pagedcli.native import NativeLibrary, build, load_library
 from pagedcli.native.paths import Path, bf16_path, int8_path, path_notes
 
@@ -169,21 +168,6 @@ def test_linear_is_right_to_rounding(emulated, gated):
     torch.testing.assert_close(ours.double(), exact, atol=0.1, rtol=0.02)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("columns", [64, 352, 1024])  # of 352, int8 fills no tiles; 1024 has several parts of K
-def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quantization):
-    x, weight = linear_inputs(columns=columns)
-    linear = NativeLinear(emulated, weight, quantization=quantization)
-    whole = linear(x)
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            for tokens in (1, 15, 16, 17, 31, 33, 65):
-                assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:]), tokens
-    finally:
-        torch.set_num_threads(1)
-
-
 @contextmanager
 def l2_cache(emulated, num_bytes):
     """Pretend that each core has an L2 cache of this size."""
@@ -192,18 +176,6 @@ def l2_cache(emulated, num_bytes):
         yield
     finally:
         emulated.functions.native_pretend_l2_bytes(ctypes.c_int64(0))
-
-
-def test_tokens_of_a_block_take_half_of_the_l2_cache(emulated):
-    def rows(row_bytes, unit):
-        return emulated.functions.native_rows_per_block(ctypes.c_int64(row_bytes), ctypes.c_int64(unit))
-
-    with l2_cache(emulated, 2 << 20):
-        assert [rows(2 * columns, 32) for columns in (1024, 2048, 3072)] == [512, 256, 192]
-        assert rows(6144, 1) == 170
-    with l2_cache(emulated, 1 << 20):
-        assert [rows(2 * columns, 32) for columns in (1024, 2048, 3072)] == [256, 128, 96]
-        assert rows(1 << 16, 32) == 64
 
 
 @pytest.mark.parametrize("path", [Path.BF16_TILES, None], ids=["tiles", "vectors"])
@@ -243,27 +215,6 @@ def test_tiles_give_a_checkpoints_groups_the_bits_of_the_vector_path(emulated, t
         assert torch.equal(linear(x), tiles)
 
 
-@pytest.mark.quick("qwen3-sizes0")
-@pytest.mark.parametrize(
-    ("family", "sizes"), [("qwen3", {"intermediate_size": 96}), ("qwen3-moe", {"moe_intermediate_size": 64})]
-)
-def test_decoder_is_as_close_to_float32_as_transformers_and_never_depends_on_chunks(emulated, family, sizes, tmp_path):
-    path = tiny_model(family, tmp_path, hidden_size=64, head_dim=32, **sizes)
-    spec = read_spec(path)
-    sequences, num_prompt = ragged_sequences()
-    backend = cpu.load(AttentionSpec(CPU, BF16, 16, spec.num_heads, spec.num_kv_heads, spec.head_dim))
-    model = load_model(path, spec, backend=backend, dtype=BF16, device=CPU)
-    options = {"num_prompt": num_prompt, "block_size": 16, "dtype": BF16}
-    whole, chunked = (paged_logits(model, backend, sequences, chunk=chunk, **options) for chunk in (None, 5))
-    assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
-    exact, theirs = (transformers_logits(path, sequences, dtype=dtype) for dtype in (torch.float32, BF16))
-
-    def error(logits):
-        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).pow(2).mean().sqrt()
-
-    assert 0 < error(whole) < 1.2 * error(theirs)
-
-
 # Steps of more than 32 tokens keep activations in the order of tiles between layers, others row by row: 110 tokens,
 # which end in the middle of 16, against chunks of 7. Odd numbers of tiles, norms after layers, gates, biases.
 @pytest.mark.parametrize(
@@ -278,15 +229,16 @@ def test_decoder_is_as_close_to_float32_as_transformers_and_never_depends_on_chu
         ("qwen3-moe", {"hidden_size": 64, "moe_intermediate_size": 64}, None),
     ],
 )
-def test_order_of_activations_between_layers_changes_no_bit(emulated, family, sizes, quantization, tmp_path):
+def test_chunks_change_no_bit_and_logits_are_as_close_to_float32_as_those_of_transformers(
+    emulated, family, sizes, quantization, tmp_path
+):
     path = tiny_model(family, tmp_path, head_dim=32, **sizes)
-    spec = read_spec(path)
-    sequences, num_prompt = ([each[i] for i in (1, 4, 5)] for each in ragged_sequences())
-    backend = cpu.load(AttentionSpec(CPU, BF16, 16, spec.num_heads, spec.num_kv_heads, spec.head_dim))
-    model = load_model(path, spec, backend=backend, dtype=BF16, device=CPU, quantization=quantization)
-    options = {"num_prompt": num_prompt, "block_size": 16, "dtype": BF16}
-    whole, chunked = (paged_logits(model, backend, sequences, chunk=chunk, **options) for chunk in (None, 7))
+    options = {"block_size": 16, "dtype": BF16, "quantization": quantization}
+    whole, chunked = (logits_of(path, chunk=chunk, **options) for chunk in (None, 7))
     assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
+    exact, theirs = (torch.cat(transformers_logits(path, dtype=dtype)) for dtype in (torch.float32, BF16))
+    errors = [(logits.float() - exact).pow(2).mean().sqrt() for logits in (torch.cat(whole), theirs)]
+    assert 0 < errors[0] < (1.2 * errors[1] if quantization is None else exact.std())
 
 
 @pytest.mark.slow

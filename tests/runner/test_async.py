@@ -145,23 +145,3 @@ def test_penalties_change_no_order_of_steps_and_see_the_tokens_that_the_host_has
     few, engine = run(model, requests, ahead=True, max_num_seqs=4, num_kvcache_blocks=6)
     assert few == expected
     assert by_default(engine.stats.num_preemptions > 0)
-
-
-def test_a_token_behind_the_end_is_discarded_and_counted(model):
-    [(tokens, _, _)] = run(model, [([3, 4], GREEDY, None)], ahead=False)[0].values()
-    stop = tokens[3]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
-    requests = [([3, 4], params, None), ([5, 6, 7], GREEDY, None)]
-    results, engine = run(model, requests, ahead=True)
-    assert results[0, 0][0] == tokens[: tokens.index(stop) + 1]
-    assert engine.num_discarded_tokens == 1
-
-
-def test_a_full_pool_preempts_one_step_later_and_not_more_often(model):
-    requests = [([3 + i, 4, 5], GREEDY, None) for i in range(4)]
-    config = {"num_kvcache_blocks": 15, "block_size": 2, "max_num_seqs": 4}
-    plain_results, plain = run(model, requests, ahead=False, **config)
-    ahead_results, ahead = run(model, requests, ahead=True, **config)
-    assert ahead_results == plain_results
-    assert 0 < ahead.stats.num_preemptions <= plain.stats.num_preemptions + 2
-    assert ahead.num_steps_ahead > 0

@@ -57,6 +57,7 @@ def assert_equal(found, wanted):
     assert found[1] == pytest.approx(wanted[1], abs=1e-4)
 
 
+@pytest.mark.slow_cases("*-0.0-*")
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("may_end", [False, True])

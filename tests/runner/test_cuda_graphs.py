@@ -1,7 +1,5 @@
 """CUDA graphs but for the capture itself: buckets, padding and fixed buffers, with the body run eagerly on a CPU."""
 
-import contextlib
-
 import pytest
 import torch
 from harness.engine import ragged_prompts, run
@@ -74,14 +72,6 @@ def test_padded_decode_gives_the_same_tokens(model, backend, ahead):
     assert all(num_seqs <= bucket for num_seqs, bucket in engine.runner.graphs.ran)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_samples_of_a_prompt_whose_last_piece_is_one_token(model, ahead):
-    params = SamplingParams(n=3, temperature=1.0, max_tokens=5, seed=1, ignore_eos=True)
-    config = {"chunked_prefill_size": 7, "async_scheduling": ahead}
-    expected = run(make_engine(model, padded=False, **config), [list(range(5, 13))], params)
-    assert run(make_engine(model, padded=True, **config), [list(range(5, 13))], params) == expected
-
-
 def test_preemption_and_growth_reach_the_tables_of_the_device(model):
     params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 10
     prompts = ragged_prompts(10)
@@ -109,15 +99,6 @@ def test_padding_rows_write_nothing_and_read_only_valid_blocks(model):
     assert int(written.sum()) == 1
 
 
-def test_fixed_buffers_are_the_same_memory_at_every_step(model):
-    engine = make_engine(model, padded=True)
-    bucket = engine.runner.graphs.bucket_for(3)
-    places = [tensor.data_ptr() for tensor in bucket.inputs]
-    run(engine, ragged_prompts(4), SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True))
-    assert [tensor.data_ptr() for tensor in bucket.inputs] == places
-    assert torch.equal(bucket.cu_q, torch.arange(5, dtype=torch.int32))
-
-
 def test_steps_of_too_many_tokens_run_without_a_graph(model, monkeypatch):
     """Their sum counts: one long sequence among short ones keeps the graph."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -128,48 +109,6 @@ def test_steps_of_too_many_tokens_run_without_a_graph(model, monkeypatch):
         engine = make_engine(model, padded=True)
         assert run(engine, prompts, params) == expected
         assert len(engine.runner.graphs.ran) == num_steps
-
-
-def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkeypatch):
-    """With a graph that runs its body again where CUDA would replay it."""
-    captured, body = [], []
-
-    class Graph:
-        def replay(self):
-            self.again()
-
-        def pool(self):
-            return "pool"
-
-    @contextlib.contextmanager
-    def graph(which, pool, stream):
-        captured.append(pool)
-        body.clear()
-        yield
-        bucket, hidden = body[-1]
-
-        def again():
-            num_drawn = int(bucket.inputs.temperature.count_nonzero())
-            hidden.copy_(run_body(graphs, bucket, [graphs._max_model_len] * bucket.num_seqs, num_drawn))
-
-        which.again = again
-
-    run_body = DecodeGraphs._body
-
-    def remember(self, bucket, num_tokens_host, num_drawn):
-        hidden = run_body(self, bucket, num_tokens_host, 0)
-        body.append((bucket, hidden))
-        return hidden
-
-    for name, value in (("CUDAGraph", Graph), ("graph", graph), ("synchronize", lambda _: None), ("Stream", str)):
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(DecodeGraphs, "_body", remember)
-    config = {"attention_backend": "reference", "async_scheduling": True}
-    engine = make_engine(model, padded=False, **config)
-    graphs = engine.runner.graphs = graphs_of(engine.runner, capture=True)
-    assert captured == [None, "pool", "pool", "pool"], "all graphs share the memory of the first, the largest"
-    expected = run(make_engine(model, padded=False, attention_backend="reference"), ragged_prompts(10), PARAMS)
-    assert run(engine, ragged_prompts(10), PARAMS) == expected
 
 
 def test_why_there_are_no_graphs_is_told(model):

@@ -1,85 +1,34 @@
-"""Every token is the reference model's: equal to transformers in float32 whatever the pool, chunk, cache, backend."""
+"""An engine: its limits, samples and seeds, whole hits, and the end of it (its tokens are those of transformers by
+test_families)."""
 
 import gc
-import itertools
 import weakref
 from dataclasses import replace
 
 import pytest
-from bit_settings import by_default
-from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
-from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
-from quick import slow_but
+from harness.engine import make_engine, outputs_of, ragged_prompts, run
+from model_zoo import cached_model, tiny_model
+from msgspec import structs
+from safetensors.torch import load_file, save_file
 
-from pagedcli.attention.select import REGISTRY
+from pagedcli.answers.fits import block_formula
 from pagedcli.config import EngineConfig
-from pagedcli.errors import ConfigError, PagedcliError
+from pagedcli.errors import ConfigError
+from pagedcli.events import EngineStarted
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import described_gpu, described_host
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
-
-NUM_NEW = 64
-
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
-VARIANTS = [
-    {"enable_prefix_caching": caching, "chunked_prefill_size": chunk, "num_kvcache_blocks": blocks}
-    for caching, chunk, blocks in itertools.product([True, False], [None, 7], [None, 24])
-]
-
-
-@pytest.fixture(scope="session")
-def family_model(tmp_path_factory):
-    """A tiny model of a family with its expected tokens, made once."""
-    made = {}
-
-    def get(family):
-        if family not in made:
-            path = tiny_model(family, tmp_path_factory.mktemp(family))
-            made[family] = (path, transformers_tokens(path, ragged_prompts(), NUM_NEW))
-        return made[family]
-
-    return get
-
-
-@pytest.mark.quick("llama-yarn")
-@pytest.mark.bits
-@pytest.mark.parametrize("family", slow_but(("llama", "llama-yarn", "qwen3"), NATIVE_FAMILIES))
-def test_tokens_equal_transformers_whatever_cache_chunk_and_pool(family_model, family):
-    path, expected = family_model(family)
-    for variant in VARIANTS:
-        engine = make_engine(path, **variant)
-        assert run(engine, ragged_prompts(), GREEDY) == expected, variant
-        assert by_default((engine.stats.num_preemptions > 0) == (variant["num_kvcache_blocks"] is not None)), variant
-        assert by_default((engine.stats.num_cached_tokens > 0) == variant["enable_prefix_caching"]), variant
-
-
-@pytest.mark.quick("olmo2")
-@pytest.mark.bits
-@pytest.mark.parametrize("family", FALLBACK_FAMILIES[:3])
-def test_tokens_equal_transformers_through_the_fallback(family_model, family):
-    path, expected = family_model(family)
-    for variant in (VARIANTS[0], VARIANTS[3]):
-        engine = make_engine(path, **variant)
-        assert run(engine, ragged_prompts(), GREEDY) == expected, variant
-
-
-@pytest.mark.quick("256")
-@pytest.mark.bits
-@pytest.mark.parametrize("block_size", [1, 7, 256])
-def test_block_size_never_changes_the_tokens(family_model, block_size):
-    path, expected = family_model("qwen3")
-    engine = make_engine(path, block_size=block_size, num_kvcache_blocks=-(-1200 // block_size))
-    assert run(engine, ragged_prompts(), GREEDY) == expected
+from pagedcli.views.cache_groups import group_words
 
 
 @pytest.mark.parametrize(
     ("gib", "width", "expected"), [(None, 8, 512), (80, 8, 16384), (24, 8, 8192), (80, 2048, 4096), (24, 2048, 2048)]
 )
-def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(family_model, gib, width, expected):
+def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(tmp_path_factory, gib, width, expected):
     """A wide model on a small card: its activations would take memory that the cache needs."""
-    spec = read_spec(family_model("llama")[0])
+    spec = read_spec(cached_model("llama", tmp_path_factory))
     layers = tuple(replace(layer, mlp=replace(layer.mlp, width=64 * width)) for layer in spec.layers)
     spec = replace(spec, hidden_size=width, layers=layers)
     machine = described_host(2**36) if gib is None else described_gpu(gib * 2**30)
@@ -92,45 +41,30 @@ def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(fami
     assert resolve(max_num_batched_tokens=7) == 7
 
 
-@pytest.mark.quick("limits2")
-@pytest.mark.bits
-@pytest.mark.parametrize(
-    "limits", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 11}]
-)
-def test_limits_never_change_the_tokens(family_model, limits):
-    path, expected = family_model("llama")
-    assert run(make_engine(path, **limits), ragged_prompts(), GREEDY) == expected
+SAMPLES = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
 
 
-@pytest.mark.quick("triton", "flash")
-@pytest.mark.bits
-@pytest.mark.parametrize("backend", [entry.name for entry in REGISTRY])
-def test_backend_never_changes_the_tokens(family_model, backend):
-    path, expected = family_model("llama3")
-    try:
-        engine = make_engine(path, attention_backend=backend, chunked_prefill_size=7, num_kvcache_blocks=24)
-    except PagedcliError as error:
-        pytest.skip(f"backend {backend} cannot run here: {error}")
-    assert run(engine, ragged_prompts(), GREEDY) == expected
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The samples of each prompt in an engine of its own."""
+    path = cached_model("qwen3", tmp_path_factory)
+    return path, [run(make_engine(path), [prompt], SAMPLES)[0] for prompt in ragged_prompts(6)]
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "variant", [{}, {"num_kvcache_blocks": 24}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}]
 )
-def test_samples_depend_on_seed_and_index_alone(family_model, variant):
-    path, _ = family_model("qwen3")
-    params = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
-    prompts = ragged_prompts(6)
-    alone = [run(make_engine(path), [prompt], params)[0] for prompt in prompts]
-    assert run(make_engine(path, **variant), prompts, params) == alone
-    assert len({tuple(sample) for sample in alone[0]}) == 3
-    single = SamplingParams(temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
-    assert run(make_engine(path), prompts[:1], single)[0][0] == alone[0][0]
+def test_samples_depend_on_seed_and_index_alone(alone, variant):
+    path, expected = alone
+    assert run(make_engine(path, **variant), ragged_prompts(6), SAMPLES) == expected
+    assert len({tuple(sample) for sample in expected[0]}) == 3
+    single = structs.replace(SAMPLES, n=1)
+    assert run(make_engine(path), ragged_prompts(6)[:1], single)[0][0] == expected[0][0]
 
 
-def test_requests_without_a_seed_differ_and_runs_repeat(family_model):
-    path, _ = family_model("qwen3")
+def test_requests_without_a_seed_differ_and_runs_repeat(tmp_path_factory):
+    path = cached_model("qwen3", tmp_path_factory)
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     first = run(make_engine(path), [[5, 6, 7]] * 3, params)
     assert len({tuple(samples[0]) for samples in first}) == 3
@@ -138,25 +72,12 @@ def test_requests_without_a_seed_differ_and_runs_repeat(family_model):
     assert run(make_engine(path, seed=1), [[5, 6, 7]] * 3, params) != first
 
 
-def test_whole_prompt_in_the_cache_computes_one_token_and_gives_the_same(family_model):
-    path, _ = family_model("llama")
-    prompt = list(range(10, 42))  # two blocks exactly
-    engine = make_engine(path)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    first = run(engine, [prompt], params)
-    engine.add_request("again", prompt, params)
-    assert engine.scheduler.schedule(0).num_new_tokens == [1]
-    engine = make_engine(path)
-    assert run(engine, [prompt, prompt], params) == first * 2
-    assert engine.stats.num_cached_tokens == 31
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [({"max_model_len": 513}, "512"), ({"device": "cuda:9"}, "cuda"), ({"kv_cache_memory": 10}, "no KV block fits")],
 )
-def test_impossible_configurations_name_the_limit(family_model, config, words):
-    path, _ = family_model("llama")
+def test_impossible_configurations_name_the_limit(tmp_path_factory, config, words):
+    path = cached_model("llama", tmp_path_factory)
     with pytest.raises(ConfigError, match=words):
         make_engine(path, **config) if "device" not in config else LLMEngine(EngineConfig(model=str(path), **config))
 
@@ -171,3 +92,45 @@ def test_an_engine_that_is_dropped_gives_its_cache_back_at_once(emit):
         assert cache() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_token_takes_one_latent_and_one_rotary_key_per_layer(family, tmp_path_factory):
+    token_bytes, events = 3 * (40 + 8) * 4, []  # 3 layers, whose latents have 40 numbers and rotary keys 8
+    path = cached_model(family, tmp_path_factory)
+    engine = make_engine(path, block_size=16, num_kvcache_blocks=20, emit=events.append)
+    assert engine.plan.block_bytes == 16 * token_bytes
+    assert engine.runner.kv_cache.nbytes == 20 * 16 * token_bytes
+    [started] = [event for event in events if isinstance(event, EngineStarted)]
+    [group] = started.groups
+    assert "latent 48 per token and layer" in group_words(started, 0)
+    expected = "3 layers x 16 tokens x 48 latent per token and layer x 4 bytes = 9,216"
+    assert block_formula(group, 16, "float32") == expected
+
+
+@pytest.fixture(scope="module")
+def with_nan(tmp_path_factory):
+    """A model with NaN in the embedding of token 7."""
+    path = tiny_model("llama-untied", tmp_path_factory.mktemp("nan"))
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_p": 0.9, "logprobs": 2}], ids=str
+)
+def test_only_the_request_that_meets_nan_ends_with_an_error(with_nan, ahead, backend, options):
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logit_bias={7: -100.0}, **options)
+    prompts = [[5, 6, 8], [5, 7, 8], [9, 10]]
+    config = {"async_scheduling": ahead, "attention_backend": backend, "num_kvcache_blocks": 64}
+    first, bad, last = outputs_of(make_engine(with_nan, **config), prompts, params)
+    assert bad.error.code == "invalid_logits"
+    assert bad.samples[0].finish_reason == "error"
+    for output, prompt in ((first, prompts[0]), (last, prompts[2])):
+        [alone] = outputs_of(make_engine(with_nan, **config), [prompt], params)
+        assert output.error is None
+        assert output.samples[0].token_ids == alone.samples[0].token_ids

@@ -8,7 +8,15 @@ import pytest
 import torch
 from bit_settings import by_default
 from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
-from model_zoo import COMPOSED_FAMILIES, DATA_FAMILIES, GEMMA4_FAMILIES, RECURRENT_FAMILIES, cached_model, tiny_model
+from model_zoo import (
+    COMPOSED_FAMILIES,
+    DATA_FAMILIES,
+    GEMMA4_FAMILIES,
+    NATIVE_FAMILIES,
+    RECURRENT_FAMILIES,
+    cached_model,
+    tiny_model,
+)
 from msgspec import structs
 
 from pagedcli.attention.select import REGISTRY
@@ -67,12 +75,14 @@ def same(*families):
 WINDOW = {"overrides": {"sliding_window": 24}, "prompts": windowed_prompts(), "max_model_len": 160}
 KINDS = {
     "layers": Kind(
-        models=same(*COMPOSED_FAMILIES, *DATA_FAMILIES), prompts=ragged_prompts(5), num_new=64, max_model_len=128,
-        hard={"chunked_prefill_size": 7}, pools=dict.fromkeys(range(1, 9), 14), quick=("granite", "phi3"),
+        models=same(*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *DATA_FAMILIES), prompts=ragged_prompts(5), num_new=64,
+        max_model_len=128, hard={"chunked_prefill_size": 7}, pools=dict.fromkeys(range(1, 9), 14),
+        quick=("llama-yarn", "qwen3", "granite", "phi3"), quick_easy=("qwen3",),
         easy=[
             {"enable_prefix_caching": False, "block_size": 1, "num_kvcache_blocks": 200},
             {"block_size": 256},
             {"max_num_seqs": 1},
+            {"max_num_seqs": 3, "max_num_batched_tokens": 11, "block_size": 7},
         ],
     ),
     "windows": Kind(  # in all layers or in some, natively in one call or not, and through transformers
@@ -87,7 +97,7 @@ KINDS = {
             "cohere2_moe-rms": ("cohere2_moe-rms", {"num_hidden_layers": 4}),
         },
         **WINDOW, num_new=64, hard={"chunked_prefill_size": 7, "block_size": 4}, pools={1: 20, 2: 50, 3: 70, 4: 90},
-        quick=("starcoder2", "laguna"), quick_easy=("mistral", "phi3", "granite_swa", "qwen2", "starcoder2", "laguna"),
+        quick=("starcoder2", "laguna"), quick_easy=("mistral", "phi3", "laguna"),
         easy=[
             {"enable_prefix_caching": False, "block_size": 1},
             {"block_size": 16, "chunked_prefill_size": 7},
@@ -180,7 +190,9 @@ def test_three_samples_of_a_prompt_share_its_blocks_and_state_and_are_the_tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ministral3", "glm4", "exaone4", "deepseek_v3", "cohere2_moe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "name", ["ministral3", "glm4", "exaone4", "deepseek_v3", "cohere2_moe", "minimax_m2", "gemma4-e2b"]
+)
 def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_path_factory):
     path = cached_model(name, tmp_path_factory)
     for params in (

@@ -31,14 +31,6 @@ def test_a_second_run_finds_snapshots_and_gives_the_same_tokens(path):
     assert by_default(engine.stats.num_cached_tokens > 0)
 
 
-def test_samples_of_a_prompt_share_its_state(path):
-    one = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, GREEDY)
-    several = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, n=3)
-    for variant in ({}, HARD):
-        engine = make_engine(path, **{"block_size": 4, "max_model_len": 96, **variant, "num_kvcache_blocks": 60})
-        assert run(engine, PROMPTS, several) == [3 * sample for sample in one]
-
-
 def test_seeded_samples_do_not_depend_on_pool_or_company(path):
     params = SamplingParams(temperature=1.0, max_tokens=NUM_NEW, ignore_eos=True, n=2, seed=5)
     crowd = run(make_engine(path, block_size=4, num_kvcache_blocks=90, num_state_slots=4), PROMPTS, params)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 import pagedcli
 from pagedcli import LLM, SamplingParams, StructuredOutputsParams
@@ -18,18 +19,6 @@ POOL = {"dtype": "float32", "num_kvcache_blocks": 64, "max_num_seqs": 8}
 @pytest.fixture(scope="module")
 def llm():
     return LLM(**POOL)
-
-
-def test_all_forms_of_a_prompt_give_the_same(llm):
-    text = "Once upon a time"
-    ids = llm.tokenizer.encode(text)
-    forms = [text, [text], [ids], ids, [{"prompt": text}], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}]]
-    outputs = [llm.generate(form, GREEDY, use_tqdm=False) for form in forms]
-    assert all(len(output) == 1 for output in outputs)
-    assert len({tuple(output[0].outputs[0].token_ids) for output in outputs}) == 1
-    assert outputs[0][0].prompt == text
-    assert outputs[2][0].prompt is None
-    assert outputs[2][0].prompt_token_ids == ids
 
 
 def test_results_are_in_the_order_of_the_prompts(llm):
@@ -298,3 +287,63 @@ def test_the_package_lists_its_names_and_a_model_says_what_it_is(llm):
     plan = llm.llm_engine.plan
     blocks = f"{plan.num_blocks:,} blocks of {plan.limits.block_size} tokens"
     assert repr(llm) == f"LLM('builtin', device='cpu', dtype='{plan.dtype}', {blocks})"
+
+
+# ---------------------------------------------------------------------- what counts as token ids
+
+IDS = [5, 6, 7, 8]
+SHORT = SamplingParams(temperature=0, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        IDS,
+        tuple(IDS),
+        np.array(IDS),
+        np.array(IDS, np.uint16),
+        torch.tensor(IDS),
+        torch.tensor(IDS, dtype=torch.int32),
+        [np.int64(each) for each in IDS],
+        list(torch.tensor(IDS)),
+    ],
+    ids=lambda ids: type(ids).__name__,
+)
+def test_token_ids_of_every_kind_give_the_same_answer(llm, ids):
+    (wanted,) = llm.generate([{"prompt_token_ids": IDS}], SHORT, use_tqdm=False)
+    for prompts in (ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}]):
+        (found,) = llm.generate(prompts, SHORT, use_tqdm=False)
+        assert found.prompt_token_ids == IDS
+        assert found["token_ids"] == wanted["token_ids"]
+    assert len(llm.generate([ids, ids], SHORT, use_tqdm=False)) == 2
+
+
+def test_the_rows_of_an_array_are_prompts(llm):
+    for prompts in (np.array([IDS, IDS]), torch.tensor([IDS, IDS])):
+        assert [each.prompt_token_ids for each in llm.generate(prompts, SHORT, use_tqdm=False)] == [IDS, IDS]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        ([1.5, 2], "a token id is a whole number, not 1.5"),
+        ([True, 2], "a token id is a whole number, not True"),
+        (["1", 2], "a token id is a whole number, not '1'"),
+        ([None], "a token id is a whole number, not None"),
+        (np.array([1.0, 2.0]), "a token id is a whole number, not 1.0"),
+        (torch.tensor([1.5]), "a token id is a whole number, not 1.5"),
+        (np.array([True]), "a token id is a whole number, not True"),
+        (b"abc", "a prompt is text or token ids, not bytes"),
+        (7, "a prompt is text or token ids, not int"),
+        (np.array([[1, 2]]), "the token ids of a prompt have one dimension, this array has 2"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused(llm, prompt, what):
+    with pytest.raises((TypeError, ValueError), match=what):
+        llm.generate([{"prompt_token_ids": prompt}], SHORT, use_tqdm=False)
+
+
+def test_bytes_are_no_list_of_prompts(llm):
+    with pytest.raises(TypeError, match="not bytes"):
+        llm.generate(b"abc", use_tqdm=False)

@@ -1,12 +1,10 @@
 """The sampler against plain definitions: distribution, penalties, independence of neighbours, and that its parameters
 reach the limits, whose every case is in layers/test_triton_sampling."""
 
-import math
-
 import pytest
 import torch
 
-from pagedcli.core.sampling_input import SamplingInput, uniform
+from pagedcli.core.sampling_input import SamplingInput
 from pagedcli.core.sequence import Draft, Sequence
 from pagedcli.errors import ParameterError
 from pagedcli.layers import sampling
@@ -55,48 +53,9 @@ def sample(logits, seqs):
     return read(logits, seqs).token_ids
 
 
-def frequencies(logits, num_draws=4000, **params):
-    counts = torch.zeros(logits.shape[0])
-    seqs = [make_seq(seed=seed, **params) for seed in range(num_draws)]
-    for token in sample(logits.expand(num_draws, -1), seqs):
-        counts[token] += 1
-    return counts / num_draws
-
-
 @pytest.fixture
 def logits():
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2
-
-
-def test_draws_follow_the_softmax(logits):
-    expected = (logits / 1.5).softmax(-1)
-    assert (frequencies(logits, temperature=1.5) - expected).abs().max() < 4 * math.sqrt(0.25 / 4000)
-
-
-def test_uniform_is_uniform_and_depends_on_every_key():
-    keys = [(seed, i, p) for seed in range(20) for i in range(5) for p in range(40)]
-    draws = torch.tensor([uniform(*key) for key in keys], dtype=torch.float64)
-    assert len(set(draws.tolist())) == 4000
-    assert ((draws >= 0) & (draws < 1)).all()
-    assert abs(draws.mean() - 0.5) < 0.02
-    assert (torch.histc(draws, 10, 0, 1) / 4000 - 0.1).abs().max() < 0.02
-
-
-def kept(logits, **params):
-    return set(frequencies(logits, **params).nonzero().flatten().tolist())
-
-
-def test_min_p_drops_what_is_far_below_the_likeliest(logits):
-    probs = logits.softmax(-1)
-    assert kept(logits, min_p=0.2) == set((probs >= 0.2 * probs.max()).nonzero().flatten().tolist())
-
-
-def test_filters_combine_in_the_documented_order(logits):
-    probs = logits.softmax(-1)
-    likeliest = probs.topk(5)
-    share = likeliest.values / likeliest.values.sum()
-    expected = likeliest.indices[: int((share.cumsum(-1) < 0.7).sum()) + 1]
-    assert kept(logits, top_k=5, top_p=0.7) <= set(expected.tolist())
 
 
 def test_repetition_penalty_as_transformers_does(logits):
@@ -175,40 +134,6 @@ def test_neighbours_and_dtype_conversion_change_nothing(logits, dtype):
     alone = [sample(batch[i : i + 1], [make_seq(output=(3,), **kind)])[0] for i, kind in enumerate(kinds)]
     assert sample(batch, [make_seq(output=(3,), **kind) for kind in kinds]) == alone
     assert torch.equal(batch, original)
-
-
-def test_draws_depend_on_seed_sample_and_position_alone(logits):
-    base = sample(logits[None] * 0, [make_seq(seed=1)])
-    assert sample(logits[None] * 0, [make_seq((9, 9), seed=1)]) == base
-    others = [make_seq(seed=2), make_seq(seed=1, sample_index=1), make_seq((1, 2, 3), seed=1)]
-    assert any(sample(logits[None] * 0, [seq]) != base for seq in others)
-
-
-@pytest.mark.parametrize("wrong", [[float("nan")] * VOCAB, [float("nan")], [float("inf")], [float("-inf")] * VOCAB])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        {"temperature": 0},
-        {"temperature": 0, "logprobs": 2},
-        {"temperature": 0, "repetition_penalty": 1.5},
-        {"temperature": 1.0},
-        {"top_p": 0.9},
-        {"top_k": 3},
-        {"min_p": 0.1},
-        {"logprobs": 2, "frequency_penalty": 1.0},
-    ],
-    ids=str,
-)
-def test_logits_that_are_no_numbers_give_no_token_and_change_no_neighbour(logits, wrong, dtype, kind):
-    good = logits.to(dtype)
-    bad = good.clone()
-    bad[VOCAB - len(wrong) :] = torch.tensor(wrong, dtype=dtype)
-    seqs = [make_seq(output=(3,), seed=seed, **kind) for seed in range(3)]
-    [first, nothing, last] = sample(torch.stack([good, bad, good]), seqs)
-    assert nothing is None
-    assert [first] == sample(good[None], seqs[:1])
-    assert [last] == sample(good[None], seqs[2:])
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,10 @@ def model(request, tmp_path_factory):
     return path, whole(path, rows())
 
 
-@pytest.mark.slow_cases("sinks and experts-*")
+LIKE_OTHERS = ("sinks and experts-*", "experts-*", "mamba-*", "convolution-*")
+
+
+@pytest.mark.slow_cases(*LIKE_OTHERS)
 @pytest.mark.parametrize(
     "config",
     [
@@ -125,7 +128,7 @@ def test_scores_are_those_of_prompt_logprobs_bit_for_bit(model, config):
     assert engine.stats.num_computed_tokens == num_computed(requests, [output.num_cached_tokens for output in found])
 
 
-@pytest.mark.slow_cases("sinks and experts-*")
+@pytest.mark.slow_cases(*LIKE_OTHERS)
 @pytest.mark.bits
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 1.3, 2])
@@ -152,7 +155,7 @@ def test_preemptions_change_no_bit(model, num_sequences, ahead):
         assert by_default(engine.stats.num_recomputed_tokens > 0)
 
 
-@pytest.mark.slow_cases("windows")
+@pytest.mark.slow_cases("windows", "sinks and experts", "mamba", "convolution")
 def test_they_are_those_of_transformers(model):
     path, expected = model
     check_with_transformers(path, expected)
@@ -183,44 +186,6 @@ def test_an_int8_cache_gives_the_bits_of_its_own_prompt_logprobs(tmp_path_factor
     config = {"kv_cache_dtype": "int8", "block_size": SIZE, "max_model_len": LENGTH, "num_kvcache_blocks": 400}
     found = outputs(make_engine(path, chunked_prefill_size=5, **config), rows())
     assert [plain(output) for output in found] == expected != whole(path, rows())
-
-
-@pytest.mark.bits
-def test_rows_that_generate_next_to_scores_change_nothing(tmp_path_factory):
-    path = cached_model("qwen3", tmp_path_factory)
-    expected = whole(path, rows())
-    others = [
-        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
-        SamplingParams(temperature=1, seed=1, n=3, max_tokens=7, ignore_eos=True, prompt_logprobs=1),
-        SamplingParams(temperature=0, beam_width=3, max_tokens=6),
-    ]
-    config = {"block_size": SIZE, "max_model_len": LONGEST, "num_kvcache_blocks": 30}
-    texts = []
-    for with_scores in (False, True):
-        engine = make_engine(path, **config)
-        for place, params in enumerate(others):
-            engine.add_request(f"other {place}", [5, 6, 7, 8, 9 + place] * 3, params)
-        for place, (context, continuations) in enumerate(rows() if with_scores else ()):
-            engine.add_request(str(place), context, SamplingParams(), continuations=continuations)
-        found = finish(engine)
-        texts.append([[each.token_ids for each in found[f"other {place}"].samples] for place in range(len(others))])
-    assert texts[0] == texts[1]
-    assert [plain(found[str(place)]) for place in range(len(expected))] == expected
-
-
-@pytest.mark.long
-def test_two_ranks_have_the_scores_of_one(tmp_path_factory):
-    path = cached_model("qwen3", tmp_path_factory)
-    config = {"block_size": SIZE, "max_model_len": LENGTH, "num_kvcache_blocks": 200, "async_scheduling": True}
-    alone = [plain(output) for output in outputs(make_engine(path, **config), rows())]
-    engine = make_engine(path, tensor_parallel_size=2, **config)
-    try:
-        split = [plain(output) for output in outputs(engine, rows())]
-    finally:
-        engine.close()
-    for a, b in zip(alone, split, strict=True):
-        for first, second in zip(a, b, strict=True):
-            assert [logprob for logprob, _ in second] == pytest.approx([logprob for logprob, _ in first], abs=1e-4)
 
 
 # ---------------------------------------------------------------------- LLM.score

@@ -11,8 +11,7 @@ from model_zoo import cached_model, tiny_model
 from quantized_zoo import FORMATS, quantized_twins
 from quick import slow_but
 
-from pagedcli import content_files
-from pagedcli.runner import identity, weight_cache
+from pagedcli.runner import weight_cache
 from pagedcli.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("own_digests", "library")
@@ -177,23 +176,3 @@ def test_generate_says_what_is_kept_used_and_damaged(tmp_path, kept):
     damaged, again = said()
     assert "are not used: other bytes than were written" in damaged
     assert "are kept in" in again
-
-
-def test_the_files_of_a_model_are_read_once_and_only_where_something_kept_may_be_of_it(path, kept, monkeypatch):
-    digested = []
-    monkeypatch.setattr(
-        identity, "file_digest", lambda each: digested.append(each.name) or content_files.file_digest(each)
-    )
-    outcome(path)
-    assert sorted(digested) == sorted(set(digested)), "to keep them: each once"
-    digested.clear()
-    outcome(path, quantization="int8", weight_cache_size=1)
-    assert not digested, "what is kept has another format"
-
-
-def test_a_file_that_takes_seconds_to_read_is_named_before(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(content_files, "_SAID_BYTES", 999)
-    (tmp_path / "weights.gguf").write_bytes(bytes(1000))
-    with caplog.at_level("INFO", "pagedcli"):
-        content_files.file_digest(tmp_path / "weights.gguf")
-    assert "weights.gguf once (1,000 B)" in caplog.text
