@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from cli_harness import PROMPTS
+from cli_harness import PROMPTS, pagedcli
 from harness.core import simulated, write
 
 from pagedcli.kvevents.capture import CaptureWriter
@@ -19,14 +19,13 @@ def shell(command):
     return result.returncode, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.zst"])
-def test_a_run_through_a_pipe_reads_as_its_file(tmp_path, name):
+@pytest.mark.parametrize(("name", "on_stdin", "in_a_pipe"), [("run.jsonl", "trace", "explain"),
+                                                             ("run.jsonl.zst", "explain", "trace")])  # fmt: skip
+def test_a_run_through_a_pipe_reads_as_its_file(tmp_path, name, on_stdin, in_a_pipe):
     path = write(tmp_path / name, simulated())
-    for command in ("pagedcli trace {} --format json", "pagedcli explain {} --format json"):
-        expected = shell(command.format(path))
-        assert expected[0] == 0
-        assert shell(command.format("-") + f" < {path}") == expected
-        assert shell(command.format(f"<(cat {path})")) == expected
+    for command, given in ((on_stdin, f"- --format json < {path}"), (in_a_pipe, f"<(cat {path}) --format json")):
+        expected = pagedcli(command, path, "--format", "json")
+        assert shell(f"pagedcli {command} {given}") == (0, expected.stdout, expected.stderr)
 
 
 def test_kv_events_through_a_pipe_are_no_prompts(tmp_path):
@@ -40,9 +39,8 @@ def test_prompts_through_a_pipe_are_generated_from_or_refused_as_a_run(tmp_path)
     prompts.write_text(PROMPTS)
     code, _, err = shell(f"pagedcli trace <(cat {prompts}) --max-tokens 2")
     assert (code, "3 rows in " in err) == (0, True)
-    code, _, err = shell(f"pagedcli trace - --check < {prompts}")
-    assert code == 1
-    assert "stdin.jsonl:1: not a trace, but a file of prompts" in err
+    said = pagedcli("trace", "-", "--check", stdin=PROMPTS, expect=1).stderr
+    assert "stdin.jsonl:1: not a trace, but a file of prompts" in said
 
 
 def test_damage_in_a_pipe_is_not_hinted_at_by_the_name_of_its_copy(tmp_path):
