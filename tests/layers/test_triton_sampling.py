@@ -88,6 +88,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases("triton-torch.bfloat16-1100-0.01")
 @each_implementation
 @pytest.mark.parametrize(
     ("dtype", "vocab_size", "spread"),
