@@ -85,7 +85,7 @@ class PrefixLookup:
         """The blocks of the longest cached beginning of the sequence, of one of `ends` spans; None: of any number."""
         if self.has_windows:
             return self._seen_blocks(seq, ends)
-        found = self._leading_blocks(seq, 0)
+        found = self._leading_blocks(seq)
         if ends is None:
             return found
         return found[: max((end for end in ends if end * self.num_groups <= len(found)), default=0) * self.num_groups]
@@ -151,17 +151,17 @@ class PrefixLookup:
                 parent = Prefix(of_span, parent, self._hash_function)
                 prefixes.append(parent)
 
-    def _leading_blocks(self, seq: CacheUser, first: int) -> list[int | None]:
-        """The cached blocks equal to the sequence's full spans from number `first` on, up to the first miss."""
+    def _leading_blocks(self, seq: CacheUser) -> list[int | None]:
+        """The cached blocks equal to the sequence's full spans, up to the first miss."""
         block_ids: list[int | None] = []
-        for index in range(first * self.num_groups, self._num_asked(seq) * self.num_groups):
+        for index in range(self._num_asked(seq) * self.num_groups):
             block_id = self._cached_block_id(seq, index)
             if block_id is None:
                 break
             block_ids.append(block_id)
         return block_ids[: len(block_ids) // self.num_groups * self.num_groups]
 
-    def _seen_blocks(self, seq: CacheUser, ends: Collection[int] | None = None) -> list[int | None]:
+    def _seen_blocks(self, seq: CacheUser, ends: Collection[int] | None) -> list[int | None]:
         """The blocks of the longest beginning of the sequence after which all that later tokens see is cached. It has
         one of `ends` spans; None: any number.
 
