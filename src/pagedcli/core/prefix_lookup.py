@@ -85,7 +85,7 @@ class PrefixLookup:
         """The blocks of the longest cached beginning of the sequence, of one of `ends` spans; None: of any number."""
         if self.has_windows:
             return self._seen_blocks(seq, ends)
-        found = self._leading_blocks(seq)
+        found = self._leading_blocks(seq, 0)
         if ends is None:
             return found
         return found[: max((end for end in ends if end * self.num_groups <= len(found)), default=0) * self.num_groups]
@@ -151,10 +151,10 @@ class PrefixLookup:
                 parent = Prefix(of_span, parent, self._hash_function)
                 prefixes.append(parent)
 
-    def _leading_blocks(self, seq: CacheUser) -> list[int | None]:
-        """The cached blocks equal to the sequence's full spans, up to the first miss."""
+    def _leading_blocks(self, seq: CacheUser, first: int) -> list[int | None]:
+        """The cached blocks equal to the sequence's full spans from number `first` on, up to the first miss."""
         block_ids: list[int | None] = []
-        for index in range(self._num_asked(seq) * self.num_groups):
+        for index in range(first * self.num_groups, self._num_asked(seq) * self.num_groups):
             block_id = self._cached_block_id(seq, index)
             if block_id is None:
                 break
