@@ -8,10 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 plain = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+
+
+def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def run_interpreted(*arguments, at_least, **variables):

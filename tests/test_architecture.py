@@ -203,8 +203,8 @@ def test_light_parts_never_import_torch(part):
 
 def test_few_imports_are_indented():
     """A module that is imported late stands behind its package (see pagedcli.later)."""
-    nodes = [node for path in python_files() for node in ast.walk(parsed(path)) if node not in parsed(path).body]
-    assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes) < 80
+    nodes = ((node, parsed(path).body) for path in python_files() for node in ast.walk(parsed(path)))
+    assert sum(isinstance(node, ast.Import | ast.ImportFrom) and node not in body for node, body in nodes) < 80
 
 
 def processor_seconds_of_children():
@@ -267,7 +267,7 @@ def test_nobody_outside_select_asks_which_backend_runs():
 
 def _defined(path):
     """Names that a module binds."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -341,3 +341,24 @@ def test_runs_in_turns_are_runs_of_the_first_rows_with_each_setting(runs, capsys
     assert f"--block-size 8 --num-kvcache-blocks 32: {turns.text}, by {len(turns.after_s)} passes each" in said
     assert time_in_turns(loaded, given, 3.0, {}, {"engine.kv_cache_dtype": "fp8"}, 1.0) is None
     assert "not timed: kv_cache_dtype fp8 needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_without_prefix_caching_all_say_what_it_would_give_where_prompts_diverge(tmp_path):
+    path, trace = tmp_path / "clock.jsonl", tmp_path / "run.jsonl"
+    library, rows = planted.words(random.Random(1), 120), []
+    for number in range(20):
+        texts = {"system": f"It is {9 + number % 13}:{10 + number}:10. {library}", "user": f"Where is book {number}?"}
+        rows.append({"messages": [{"role": role, "content": text} for role, text in texts.items()]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = ("--record", trace, "--record-tokens", "-o", tmp_path / "out.jsonl", "--no-enable-prefix-caching")
+    said = pagedcli("generate", path, "--max-tokens", "1", *kept).stderr.splitlines()[-2]
+    assert re.match(r"19 of 20 prompts diverge at .*\. With --enable-prefix-caching, moving the time behind the ", said)
+    assert told_of_recording(trace)[0] == said
+    explained = pagedcli("explain", trace).stdout.splitlines()
+    assert explained[0].startswith("Prefix caching was off: all of ")
+    assert explained[1] == said
+    planned = pagedcli("plan", path, "--no-calibrate", "--max-tokens", "1", "--no-enable-prefix-caching").stdout
+    assert planned.splitlines()[1] == said
+    story = pagedcli("explain", trace, "--request", "7").stdout
+    assert "without a prefix lookup, as prefix caching is off" in story
+    assert "divergence" not in story

@@ -43,7 +43,7 @@ def answers_of(model, tmp_path, *, expect=0):
     return lines, figures
 
 
-@pytest.mark.quick("qwen3", "qwen3_5")
+@pytest.mark.quick("qwen3_5")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "deepseek_v2"])
 def test_three_commands_give_the_engines_pool(family, tmp_path, tmp_path_factory):
     """Plain layers, windows, recurrent states and latents."""

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from app_harness import app_of, cells_of_map, column_of, drive, panel, press, screen_text, settle, shown
+from app_harness import app_of, cells_of_map, column_of, drive, panel, press, screen_text, settle, shown, typed
 from harness.core import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
@@ -127,6 +127,8 @@ def test_the_list_sorts_filters_and_shows_finished_sequences(events):
         assert set(column_of(app, "sequences")) == set(state.seqs) | set(state.finished)
         assert "with 'finished'" in await press(pilot, "f", *"finished", "enter")
         assert set(column_of(app, "sequences")) == set(state.finished)
+        assert "there is no field 'wait'" in await typed(pilot, "f", "wait>3")
+        assert "with 'finished'" in await press(pilot, "escape"), "the filter stays"
 
     drive(app, script)
 

@@ -136,23 +136,25 @@ def open_sink(tmp_path, name="out.jsonl", *, resume=False, overwrite=False, orde
 def write_all(sink):
     for index, row in ROWS.items():
         sink.write(index, 1000 + index, row, ok=True)
+    return sink
+
+
+WHOLE = b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
 
 
 def test_the_output_appears_only_when_it_is_whole(tmp_path):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     sink.flush()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
     sink.finish(READ)
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.run.json"}
-    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
+    assert (tmp_path / "out.jsonl").read_bytes() == WHOLE
     record = read_record(tmp_path / "out.jsonl")
     assert (record.num_rows, record.num_failed_rows, record.input) == (4, 0, READ)
 
 
 def test_an_output_that_ends_in_gz_is_compressed(tmp_path):
-    sink = open_sink(tmp_path, "out.jsonl.gz", order="completion")
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path, "out.jsonl.gz", order="completion"))
     sink.finish(READ)
     assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == b"".join(row + b"\n" for row in ROWS.values())
 
@@ -165,16 +167,14 @@ def test_an_existing_output_is_never_lost_silently(tmp_path):
     open_sink(tmp_path, overwrite=True).journal.close()  # as after a kill before the first row
     with pytest.raises(UsageError, match="already exists"):
         check_output(out, resume=False, overwrite=False)
-    sink = open_sink(tmp_path, overwrite=True)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path, overwrite=True))
     assert out.read_text() == "precious\n", "it stays until the new one is whole"
     sink.finish(READ)
     assert out.read_bytes().startswith(ROWS[0])
 
 
 def test_a_journal_with_rows_needs_resume_or_overwrite(tmp_path):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     sink.abandon()
     with pytest.raises(UsageError, match="stopped run") as refused:
         open_sink(tmp_path)
@@ -202,8 +202,7 @@ def test_a_file_that_only_bears_the_name_of_a_journal_or_record_is_left_alone(tm
 
 
 def test_an_output_that_appeared_during_the_run_is_not_replaced(tmp_path):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     (tmp_path / "out.jsonl").write_text("precious")
     with pytest.raises(PagedcliError, match="cannot write") as refused:
         sink.finish(READ)
@@ -220,8 +219,7 @@ def test_an_output_that_appeared_during_the_run_is_not_replaced(tmp_path):
 
 
 def test_a_journal_that_is_deleted_still_becomes_the_output(tmp_path):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     sink.flush()
     journal_path(tmp_path / "out.jsonl").unlink()
     other = open_sink(tmp_path)  # another run takes the name
@@ -232,8 +230,7 @@ def test_a_journal_that_is_deleted_still_becomes_the_output(tmp_path):
 
 
 def test_rows_of_a_deleted_journal_are_not_called_safe(tmp_path, full_disk):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     sink.flush()
     journal_path(tmp_path / "out.jsonl").unlink()
     full_disk(10)
@@ -241,8 +238,7 @@ def test_rows_of_a_deleted_journal_are_not_called_safe(tmp_path, full_disk):
         sink.finish(READ)
     assert "rows are lost" in failed.value.hint
     full_disk(resource.RLIM_INFINITY)
-    stopped = open_sink(tmp_path, "other.jsonl")
-    write_all(stopped)
+    stopped = write_all(open_sink(tmp_path, "other.jsonl"))
     journal_path(tmp_path / "other.jsonl").unlink()
     stopped.abandon()
     assert not stopped.rows_are_kept
@@ -250,8 +246,7 @@ def test_rows_of_a_deleted_journal_are_not_called_safe(tmp_path, full_disk):
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 160])
 def test_a_journal_that_is_cut_during_the_run_ends_it_and_its_whole_rows_are_resumed(tmp_path, cut):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     sink.flush()
     partial = journal_path(tmp_path / "out.jsonl")
     num_bytes = partial.stat().st_size
@@ -267,12 +262,11 @@ def test_a_journal_that_is_cut_during_the_run_ends_it_and_its_whole_rows_are_res
     for index in missing:
         again.write(index, 1000 + index, ROWS[index], ok=True)
     again.finish(READ)
-    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
+    assert (tmp_path / "out.jsonl").read_bytes() == WHOLE
 
 
 def test_a_journal_rewritten_in_its_length_is_no_bug(tmp_path):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     sink.flush()
     partial = journal_path(tmp_path / "out.jsonl")
     with partial.open("r+b") as file:
@@ -311,12 +305,11 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_written(tmp_path, full_dis
     assert again.journal.num_rows == 1
     write_all(again)
     again.finish(READ)
-    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
+    assert (tmp_path / "out.jsonl").read_bytes() == WHOLE
 
 
 def test_a_disk_that_is_full_at_the_end_loses_no_row(tmp_path, full_disk):
-    sink = open_sink(tmp_path)
-    write_all(sink)
+    sink = write_all(open_sink(tmp_path))
     sink.flush()
     full_disk(10)
     with pytest.raises(PagedcliError, match="cannot write"):

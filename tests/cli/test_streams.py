@@ -1,4 +1,4 @@
-"""Closed and full standard streams, folders as outputs, and files that killed runs have left."""
+"""Closed and full standard streams, runs through pipes, folders as outputs, and files that killed runs have left."""
 
 import gzip
 import json
@@ -19,13 +19,14 @@ from pagedcli.cli.session import StopRequest
 from pagedcli.errors import UsageError
 from pagedcli.events import StepFinished
 from pagedcli.files import PendingFile, whole_file
+from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.trace.files import TraceReader, TraceWriter
 
 
 def shell(command, *, expect, stdin=""):
     """A command line of a shell, with `pagedcli` as its first word."""
     command = command.replace("pagedcli", f"{sys.executable} -m pagedcli", 1)
-    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, input=stdin)
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, input=stdin)
     assert result.returncode == expect, result.stderr
     assert "bug" not in result.stderr
     assert "Traceback" not in result.stderr
@@ -123,6 +124,65 @@ def test_millions_of_blank_lines_end_in_seconds(tmp_path, command):
         result = pagedcli(command, path, expect=1)
     assert "1,000,000 consecutive blank lines" in result.stderr
     assert spent.pieces < 500, "a hundred at most; tens of thousands for all of them"
+
+
+# ---------------------------------------------------------------------- a recorded run through a pipe, or on stdin
+
+
+@pytest.mark.parametrize(("name", "on_stdin", "in_a_pipe"), [("run.jsonl", "trace", "explain"),
+                                                             ("run.jsonl.zst", "explain", "trace")])  # fmt: skip
+def test_a_run_through_a_pipe_reads_as_its_file(tmp_path, name, on_stdin, in_a_pipe):
+    path = write(tmp_path / name, simulated())
+    for command, given in ((on_stdin, f"- --format json < {path}"), (in_a_pipe, f"<(cat {path}) --format json")):
+        expected = pagedcli(command, path, "--format", "json")
+        result = shell(f"pagedcli {command} {given}", expect=0)
+        assert (result.stdout, result.stderr) == (expected.stdout, expected.stderr)
+
+
+def test_kv_events_through_a_pipe_are_no_prompts(tmp_path):
+    path = tmp_path / "events.jsonl"
+    CaptureWriter(path, ["tcp://127.0.0.1:5557"], tokens=False).close()
+    result = shell(f"pagedcli trace - < {path}", expect=0)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_prompts_through_a_pipe_are_generated_from_or_refused_as_a_run(prompts):
+    assert "3 rows in " in shell(f"pagedcli trace <(cat {prompts}) --max-tokens 2", expect=0).stderr
+    said = pagedcli("trace", "-", "--check", stdin=PROMPTS, expect=1).stderr
+    assert "stdin.jsonl:1: not a trace, but a file of prompts" in said
+
+
+def test_damage_in_a_pipe_is_not_hinted_at_by_the_name_of_its_copy(tmp_path):
+    path = write(tmp_path / "run.jsonl", simulated())
+    lines = path.read_bytes().splitlines(keepends=True)
+    for damaged in ([*lines[:3], b"no event\n", *lines[3:]], [b'{"event":"engine_started"}\n']):
+        path.write_bytes(b"".join(damaged))
+        said = shell(f"pagedcli explain - < {path}", expect=1).stderr
+        assert "pagedcli-" not in said.partition("hint:")[2]
+
+
+def test_two_runs_are_not_read_from_one_pipe(tmp_path):
+    path = write(tmp_path / "run.jsonl", simulated())
+    said = shell(f"pagedcli diff - - < {path}", expect=2).stderr
+    assert said == "error: standard input can be read only once\nhint: pass one of the two as a file\n"
+
+
+def test_an_interrupt_leaves_no_copy_of_the_run(tmp_path):
+    trace = write(tmp_path / "run.jsonl", simulated())
+    copies = tmp_path / "tmp"
+    copies.mkdir()
+    command = [sys.executable, "-m", "pagedcli", "explain", "-"]
+    environment = os.environ | {"TMPDIR": str(copies)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
+        child.stdin.write(trace.read_bytes())
+        child.stdin.flush()  # its end is still to come
+        end_s = time.monotonic() + 60
+        while not any(copies.rglob("stdin.jsonl")):
+            assert time.monotonic() < end_s
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+    assert list(copies.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- what killed runs leave

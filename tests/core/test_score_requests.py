@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pagedcli.core.scoring import TokenScore
-from pagedcli.errors import RequestError
 from pagedcli.events import RequestWaiting
 from pagedcli.trace.check import TraceChecker
 
@@ -242,15 +241,3 @@ def test_a_score_that_is_no_number_ends_its_row_with_an_error_and_no_other(monke
     assert found["good"].error is None
     assert [len(score.tokens) for score in found["good"].scores] == [2, 1]
     assert sim.block_manager.num_free_blocks == 60
-
-
-@pytest.mark.parametrize(
-    ("context", "continuations", "code"),
-    [([], [[1]], "empty_prompt"), ([1], [], "empty_continuation"), ([1], [[1], []], "empty_continuation")],
-)
-def test_what_can_never_be_scored_is_refused_and_changes_nothing(context, continuations, code):
-    sim = Simulation(20)
-    with pytest.raises(RequestError) as refused:
-        sim.add(context, continuations=continuations)
-    assert refused.value.code == code
-    assert not sim.has_unfinished_requests()

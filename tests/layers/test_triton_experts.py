@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from interpreter import interpreted
 from quantized_zoo import random_float8, random_weight
-from quick import slow_but
 
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, route
@@ -147,6 +146,7 @@ def test_grouped_experts_give_the_weighted_sum(
 
 
 @interpreted
+@pytest.mark.slow
 def test_experts_of_prompts_in_large_tiles_give_the_weighted_sum():
     from pagedcli.layers.triton_experts import GroupedExperts, expert_tile
     from pagedcli.layers.triton_products import kernel_weight
@@ -199,7 +199,8 @@ def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
 
 
 @interpreted
-@pytest.mark.parametrize("form", slow_but(["floats"], ["floats", *QUANTIZED]))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["floats", *QUANTIZED])
 def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
     from pagedcli.layers import triton_experts
     from pagedcli.layers.triton_experts import GroupedExperts

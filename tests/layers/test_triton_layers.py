@@ -5,15 +5,11 @@ The interpreter must be chosen before triton is imported, so those tests run in 
 
 import pytest
 import torch
-from interpreter import interpreted
+from interpreter import interpreted, noise
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 @interpreted

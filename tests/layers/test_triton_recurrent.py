@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from interpreter import interpreted
+from interpreter import interpreted, noise
 
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import recurrent_blocks
@@ -43,10 +43,6 @@ STEPS = {
     "prompts": [(0, 40, -1, 0), (30, 70, 1, 1), (0, 2, -1, 3), (64, 3, 2, 4)],
     "mixed": [(9, 1, 0, 0), (0, 33, -1, 1), (31, 1, 3, 2), (7, 26, 4, 4), (0, 1, -1, 5)],
 }
-
-
-def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 class Parts:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreter import INTERPRETED, interpreted, plain
+from interpreter import INTERPRETED, interpreted, noise, plain
 
 from pagedcli.layers import sampling
 from pagedcli.layers.sampling import SamplingLimits
@@ -34,10 +34,6 @@ each_implementation = pytest.mark.usefixtures("implementation")
 def slow(*cases):
     """For pytest.mark.parametrize."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
-
-
-def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def limits_of(*rows):
@@ -92,6 +88,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases("triton-torch.bfloat16-1100-0.01")
 @each_implementation
 @pytest.mark.parametrize(
     ("dtype", "vocab_size", "spread"),

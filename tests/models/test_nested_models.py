@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from harness.engine import assert_same_logits, loaded, logits_of, make_engine, ragged_sequences, run
+from harness.engine import assert_same_logits, loaded, logits_of, ragged_sequences
 from model_zoo import cached_model, nested, tiny_model
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from pagedcli.errors import ModelError
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope_tables import query_scales
-from pagedcli.sampling_params import SamplingParams
 
 SEQUENCES, _ = ragged_sequences()
 OTHERS = {"vision_tower.patch.weight": torch.zeros(2), "multi_modal_projector.linear_1.weight": torch.zeros(3)}
@@ -93,22 +92,6 @@ def test_text_of_models_that_see_gives_transformers_logits(model_type, tmp_path)
     assert any("tensors of the checkpoint are not read" in note for note in model.notes)
     for backend in ("cpu", "reference"):
         assert_same_logits(logits_of(tmp_path, backend), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", VISION)
-def test_three_samples_are_transformers_tokens_of_text_in_a_small_pool(model_type, tmp_path):
-    vision_model(model_type, tmp_path)
-    model = getattr(transformers, f"{VISION[model_type][0]}ForConditionalGeneration").from_pretrained(tmp_path)
-    prompts, params = SEQUENCES[2:], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=3)
-    model.generation_config.eos_token_id = None
-    options = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
-    ids = [torch.tensor([prompt]) for prompt in prompts]
-    expected = [3 * model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
-    for backend in ("cpu", "reference"):
-        options = {"attention_backend": backend, "block_size": 4, "max_model_len": 128, "chunked_prefill_size": 7}
-        engine = make_engine(tmp_path, num_kvcache_blocks=70, **options)
-        assert run(engine, prompts, params) == expected
 
 
 def test_qwen2_5_vl_is_read_as_published(tmp_path):

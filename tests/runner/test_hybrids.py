@@ -31,13 +31,6 @@ def test_a_second_run_finds_snapshots_and_gives_the_same_tokens(path):
     assert by_default(engine.stats.num_cached_tokens > 0)
 
 
-def test_seeded_samples_do_not_depend_on_pool_or_company(path):
-    params = SamplingParams(temperature=1.0, max_tokens=NUM_NEW, ignore_eos=True, n=2, seed=5)
-    crowd = run(make_engine(path, block_size=4, num_kvcache_blocks=90, num_state_slots=4), PROMPTS, params)
-    alone = make_engine(path, max_model_len=96, max_num_seqs=2, checkpoints="none")
-    assert [run(alone, [prompt], params)[0] for prompt in PROMPTS] == crowd
-
-
 @pytest.mark.parametrize("name", ["bamba", "lfm2"])
 def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_crowd(name, tmp_path_factory):
     path = cached_model(name, tmp_path_factory)

@@ -133,14 +133,6 @@ MODELS = {
     "short convolution": ("lfm2", {}),
     "short convolution and windows": ("lfm3", {}),
 }
-SETTINGS = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8 cache": {"kv_cache_dtype": "int8"},
-    "blocks of 1": {"block_size": 1, "num_kvcache_blocks": 2000},
-    "blocks of 64": {"block_size": 64},
-    "next-use": {"eviction": "next-use"},
-    "no prefixes": {"enable_prefix_caching": False},
-}
 
 
 @pytest.mark.bits
@@ -150,19 +142,6 @@ def test_every_kind_of_model_keeps_its_bits(model, tmp_path):
     family, changes = MODELS[model]
     tiny = {**TINY, "num_kvcache_blocks": 20} if "some layers" in model else TINY
     same_with_drafts(tiny_model(family, tmp_path, **changes), [0.0, 0.3, 0.7, 1.0], pools=(ROOMY, tiny))
-
-
-@pytest.mark.bits
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_keeps_its_bits(setting, path):
-    limits = {**ROOMY, **SETTINGS[setting]}
-    expected, _ = outcome(path, speculation="off", **limits)
-    answers = {key: each[0] for key, each in expected.items()}
-    for wrong in (0.0, 0.3, 1.0):
-        found, engine = outcome(path, drafter=Oracle(answers, wrong=wrong, ragged=wrong == 0.3), **limits)
-        assert found == expected
-        assert by_default(engine.stats.num_drafted_tokens > 100)
 
 
 @pytest.mark.slow

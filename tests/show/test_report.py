@@ -165,23 +165,24 @@ def chromium(tmp_path):
     return dump
 
 
-def with_script(page, script):
-    """The page with one more script at its end, which writes what it finds into the attribute data-probe."""
-    probe = (
-        f"<script>document.documentElement.dataset.probe = JSON.stringify((() => {{ {script} }})());</script></body>"
-    )
-    return page.decode().replace("</body>", probe).encode()
+@pytest.fixture
+def probed(tmp_path, chromium):
+    """Gives what a script at the end of a page finds in a browser."""
+
+    def probe(page, script):
+        script = f"<script>document.documentElement.dataset.probe = JSON.stringify((() => {{ {script} }})());</script>"
+        path = tmp_path / "report.html"
+        path.write_bytes(page.decode().replace("</body>", f"{script}</body>").encode())
+        found = re.search(r'data-probe="(.*?)"', chromium(path), re.DOTALL)
+        assert found, "the page's script failed"
+        text = found[1].replace("&quot;", '"').replace("&amp;", "&")
+        return json.loads(text.replace("&lt;", "<").replace("&gt;", ">"))
+
+    return probe
 
 
-def probe_of(dom):
-    found = re.search(r'data-probe="(.*?)"', dom, re.DOTALL)
-    assert found, "the page's script failed"
-    return json.loads(found[1].replace("&quot;", '"').replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
-
-
-def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
+def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, probed):
     page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")), lambda: lambda ids: NASTY + CHINESE)
-    path = tmp_path / "report.html"
     script = """
       setFrame(3);
       drawMap(); for (const chart of charts) chart.draw();
@@ -191,8 +192,7 @@ def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
                lookups: $("lookups").textContent, tiles: $("tiles").children.length, scripts: document.scripts.length,
                ready: document.documentElement.dataset.ready };
     """
-    path.write_bytes(with_script(page, script))
-    found = probe_of(chromium(path))
+    found = probed(page, script)
     assert found["ready"] == "yes"
     assert found["title"] == "pagedcli: run.jsonl"
     assert found["scripts"] == 3  # the data, the page's own and the probe: none came from the data
@@ -206,7 +206,7 @@ def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
     assert ": in use 0 " in found["last"]
 
 
-def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, chromium):
+def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, probed):
     """Through the same events as a person's; `frame` waits for what they draw."""
     path = recorded(tmp_path / "run.jsonl", request_ids=("code-Mirano", "code-Tavek"))
     page = render_report(TraceReader(path), what_to_change=lambda _: ["Prompts part (counted)."])
@@ -240,9 +240,7 @@ def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, ch
       found.jumped = [current, requestOf.get(selectedSeq)[R.first_step]];
       return found;
     """
-    path = tmp_path / "report.html"
-    path.write_bytes(with_script(page, script))
-    found = probe_of(chromium(path))
+    found = probed(page, script)
     links = ["the lookups", "the step of the peak", "its rows"]
     assert [next(link for link in links if text.endswith(link)) for text in found["story"]] == links
     assert found["slowest"] == 10
@@ -267,7 +265,7 @@ def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, ch
     assert found["jumped"][0] == found["jumped"][1]
 
 
-def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(tmp_path, chromium):
+def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(tmp_path, probed):
     page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
     script = """
       const press = (key, fields, on) => (on || document.body).dispatchEvent(
@@ -293,9 +291,7 @@ def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(t
       found.overflow = document.documentElement.scrollWidth - innerWidth;
       return found;
     """
-    path = tmp_path / "report.html"
-    path.write_bytes(with_script(page, script))
-    found = probe_of(chromium(path))
+    found = probed(page, script)
     assert (found["right"], found["left"], found["home"]) == (21, 11, 0)
     assert found["end"] == page_data(page)["numSteps"]
     assert found["zoomed"]
@@ -314,7 +310,7 @@ def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(t
     assert found["overflow"] <= 0
 
 
-def test_the_map_shows_the_groups_of_layers_by_number_alone_and_in_a_table(tmp_path, chromium):
+def test_the_map_shows_the_groups_of_layers_by_number_alone_and_in_a_table(tmp_path, probed):
     trace = recorded(tmp_path / "run.jsonl", num_blocks=90, windows=(30, 30, None))
     script = """
       const drawn = [], draw = CanvasRenderingContext2D.prototype.fillText, found = { modes: {} };
@@ -335,9 +331,7 @@ def test_the_map_shows_the_groups_of_layers_by_number_alone_and_in_a_table(tmp_p
       selectBlock(block); found.block = block; found.story = $("block-story").textContent;
       return found;
     """
-    path = tmp_path / "report.html"
-    path.write_bytes(with_script(render_report(TraceReader(trace)), script))
-    found = probe_of(chromium(path))
+    found = probed(render_report(TraceReader(trace)), script)
     folding = pool_fold()
     next(event for event in folding.steps(TraceReader(trace)) if isinstance(event, StepScheduled) and event.step == 20)
     state = folding.state
@@ -370,7 +364,7 @@ def blocks_of(text):
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("selected", [False, True])
-def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
+def test_labels_have_units_and_axes_show_seconds(tmp_path, probed, selected):
     page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")), selected={5} if selected else ())
     script = """
       const drawn = [], draw = CanvasRenderingContext2D.prototype.fillText;
@@ -384,9 +378,7 @@ def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
       return { words, selected: selectedSeq, listed: $("requests-words").textContent,
                cut: box.scrollWidth - box.clientWidth, highest: Math.max(...heights) };
     """
-    path = tmp_path / "report.html"
-    path.write_bytes(with_script(page, script))
-    found = probe_of(chromium(path))
+    found = probed(page, script)
     units = {"occupancy": "blocks", "hits": "%", "waste": "%", "speed": "tokens/s", "seqs": "sequences"}
     for chart, drawn in found["words"].items():
         assert {"step", "time"} <= set(drawn)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from harness.core import Simulation, check_events, simulated
 
-from pagedcli.app.sequences import block_facts
+from pagedcli.app.sequences import block_facts, sequence_facts
 from pagedcli.errors import TraceError
 from pagedcli.events import BlockCopied, CacheGroup, StepFinished
 from pagedcli.trace.check import TraceChecker
@@ -110,6 +110,7 @@ def test_what_a_group_leaves_of_its_blocks_is_unused():
     assert block_group_words(state, first) == "group 0: layer 0, window 4, 3 KV heads of 2, 48 B of 48 B used"
     moment = Moment()
     moment.state = state
+    assert "that no later token sees; one table for all layers" in sequence_facts(moment, state.seqs[0]).plain
     lines = block_facts(moment, second).plain.splitlines()
     assert lines[-1] == "layers     group 1: layers 1 2, no window, 1 KV head of 2, 32 B of 48 B used"
     empty = next(block_id for block_id in range(20) if block_id not in state.seqs[0].block_table)

@@ -63,6 +63,19 @@ def first(events, kind, nth=0):
     return [i for i, event in enumerate(events) if isinstance(event, kind)][nth]
 
 
+@pytest.mark.long
+def test_no_event_can_be_lost_unnoticed():
+    """Each event but the last is left out, one at a time."""
+    silent, events = [], simulated(num_requests=12)
+    for index in range(1, len(events) - 1):
+        try:
+            check_events(events[:index] + events[index + 1 :])
+        except TraceError:
+            continue
+        silent.append(type(events[index]).__name__)
+    assert silent == []
+
+
 def test_check_names_file_and_line(tmp_path, events):
     corrupted = list(events)
     index = first(corrupted, BlockEvicted)
