@@ -178,9 +178,8 @@ def limits(state: KVState) -> list[str]:
             said.append(f"{publisher.name}: what happened before message {check.first_seq:,} is unknown")
         if check.num_missed:
             said.append(
-                f"{publisher.name}: {plural(check.num_missed, 'message')} missing in "
-                f"{plural(check.num_gaps, 'gap')}; blocks "
-                "removed in them still look resident"
+                f"{publisher.name}: {plural(check.num_missed, 'message')} missing in {plural(check.num_gaps, 'gap')};"
+                " blocks removed in them still look resident"
             )
         elif not check.next_seq and state.num_batches:
             said.append(f"{publisher.name}: its messages are not numbered, so gaps cannot be seen")
