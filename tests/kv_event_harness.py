@@ -2,6 +2,9 @@
 
 import msgspec
 
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.lookups import Lookups
+
 
 def stored(*hashes, parent=None, tokens=None, block_size=2, **fields):
     """A BlockStored event; without tokens each block holds its hash, twice."""
@@ -24,3 +27,12 @@ def message(seq, *events, time_s=None, topic=b"kv"):
     """The three frames of a batch; by default sent at second `seq` of the publisher's clock."""
     payload = msgspec.msgpack.encode([float(seq) if time_s is None else time_s, list(events), 0])
     return [topic, seq.to_bytes(8, "big"), payload]
+
+
+def read_lookups(reader):
+    """The requests of a recording, in the order in which they began to store blocks."""
+    found = Lookups(has_ids=reader.has_tokens)
+    state = KVState(reader.sources, observe=found.take)
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
+    return found

@@ -4,10 +4,10 @@ import random
 
 import pytest
 from harness.core import Simulation
+from kv_event_harness import read_lookups
 
 from pagedcli.answers.why import ExplainedLookup, Reasons, why
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
-from pagedcli.kvevents.lookups import read_lookups
 from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.explain import Explainer

@@ -4,13 +4,12 @@ import json
 
 import msgspec
 import pytest
-from kv_event_harness import CLEARED, message, removed, stored
+from kv_event_harness import CLEARED, message, read_lookups, removed, stored
 
 from pagedcli.answers.why import divergence_text
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, is_capture
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.lookups import read_lookups
 from pagedcli.show.kv_tables import facts
 
 SECRETS = [424242, "salt-of-a-customer", "session-of-a-customer", 0xABCDEF0123456789]

@@ -7,13 +7,12 @@ from collections import OrderedDict
 import msgspec
 import pytest
 from cli_harness import pagedcli
-from kv_event_harness import message, removed, stored
+from kv_event_harness import message, read_lookups, removed, stored
 
 from pagedcli.answers.cures import cures
 from pagedcli.answers.why import Reasons, why_of_server
 from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.lookups import read_lookups
 from pagedcli.kvevents.tree import SIZES
 from pagedcli.planning.prompt_sample import PromptSample
 

@@ -3,7 +3,7 @@
 Used by batch.tokenizer. Each is rendered in a process of its own, but for those that are known to be harmless.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -19,6 +19,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import msgspec
@@ -305,7 +306,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reads, writes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # A library that prints would spoil the answers.
-    importlib.import_module("transformers.utils.chat_template_utils")  # before the memory is limited
+    _import_alone("transformers", "utils", "chat_template_utils")  # before the memory is limited
     _limit_memory(int(sys.argv[1]))
     while True:
         try:
@@ -325,6 +326,20 @@ def serve() -> None:
             kind, text = b"e", _words(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write_frame(writes, kind, number, text.encode("utf-8", "surrogatepass"))
+
+
+def _import_alone(package: str, part: str, module: str) -> None:
+    """Import a module of a part of a package without what these import for others: in a third of the time."""
+    found = importlib.util.find_spec(package)
+    for name, folder in ((package, ""), (f"{package}.{part}", part)):
+        sys.modules[name] = alone = ModuleType(name)
+        alone.__path__ = [str(Path(each, folder)) for each in (found and found.submodule_search_locations) or ()]
+    try:
+        importlib.import_module(f"{package}.{part}.{module}")
+    except ImportError:  # another version needs more of it
+        for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+            del sys.modules[name]
+        importlib.import_module(f"{package}.{part}.{module}")
 
 
 def _words(error: Exception) -> str:

@@ -231,7 +231,7 @@ class RequestParser:
         """Give a row the salt and the prompts of its line. Raises: RequestError with a code of this module."""
         body, shape = document, row.shape
         if shape != "plain":
-            self._check_envelope(document, shape)
+            self._check_envelope(document)
             body = document["body"]
         body = {_ALIASES.get(name, name): value for name, value in body.items() if value is not None}
         if "logprobs_from" in body and "text" in body:
@@ -271,7 +271,7 @@ class RequestParser:
         else:
             row.prompts = [new([], messages=messages)]
 
-    def _check_envelope(self, document: dict[str, Any], shape: RowShape) -> None:
+    def _check_envelope(self, document: dict[str, Any]) -> None:
         if document.get("method", "POST") != "POST":
             raise RequestError("invalid_request", f"method is {document['method']!r}, only 'POST' is known")
         if not isinstance(document.get("body"), dict):

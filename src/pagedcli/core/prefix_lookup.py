@@ -161,7 +161,7 @@ class PrefixLookup:
             block_ids.append(block_id)
         return block_ids[: len(block_ids) // self.num_groups * self.num_groups]
 
-    def _seen_blocks(self, seq: CacheUser, ends: Collection[int] | None = None) -> list[int | None]:
+    def _seen_blocks(self, seq: CacheUser, ends: Collection[int] | None) -> list[int | None]:
         """The blocks of the longest beginning of the sequence after which all that later tokens see is cached. It has
         one of `ends` spans; None: any number.
 

@@ -17,8 +17,7 @@ import xxhash
 from pagedcli.core.prefixes import num_equal
 from pagedcli.events import PrefixLookedUp
 from pagedcli.kvevents import wire
-from pagedcli.kvevents.capture import CaptureReader
-from pagedcli.kvevents.fold import Applied, KVState, Publisher
+from pagedcli.kvevents.fold import Applied, Publisher
 from pagedcli.kvevents.tree import MAX_TOKEN_BYTES
 from pagedcli.views.explain import EarlierSequences, Ghosts, Lookup, Reason
 
@@ -142,15 +141,6 @@ class Lookups:
 def _are_ids(values: "array[int]") -> bool:
     """Whether these can be ids of tokens, as far as numbers from a network go."""
     return min(values, default=0) >= 0 and max(values, default=0) <= sys.maxunicode
-
-
-def read_lookups(reader: CaptureReader) -> Lookups:
-    """The requests of a recording, in the order in which they began to store blocks."""
-    found = Lookups(has_ids=reader.has_tokens)
-    state = KVState(reader.sources, observe=found.take)
-    for frames, time_s, source in reader:
-        state.take(frames, time_s, source)
-    return found
 
 
 class _Publisher:

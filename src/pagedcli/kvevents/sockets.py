@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.publisher import KVEventPublisher
@@ -216,32 +216,23 @@ def publisher(socket: PublisherSocket) -> Fold:
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
     """Connect. Raises: UsageError for an invalid endpoint; whether it is reachable is not checked."""
-    try:
-        _check_port(endpoint)
-        socket.connect(endpoint)
-    except (zmq.ZMQError, ValueError) as error:
-        raise UsageError(
-            f"cannot connect to endpoint {endpoint}: {error}",
-            hint="write it as tcp://HOST:PORT, e.g. tcp://localhost:5557",
-        ) from error
+    _take(socket.connect, endpoint, "connect to endpoint", "tcp://HOST:PORT, e.g. tcp://localhost:5557")
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     """Bind; returns the endpoint with the actual port. Raises: UsageError if that fails."""
-    try:
-        _check_port(endpoint)
-        socket.bind(endpoint)
-    except (zmq.ZMQError, ValueError) as error:
-        raise UsageError(
-            f"cannot publish on {endpoint}: {error}", hint="write it as tcp://ADDRESS:PORT, e.g. tcp://*:5557"
-        ) from error
+    _take(socket.bind, endpoint, "publish on", "tcp://ADDRESS:PORT, e.g. tcp://*:5557")
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def _check_port(endpoint: str) -> None:
+def _take(attach: Callable[[str], object], endpoint: str, verb: str, form: str) -> None:
     port = endpoint.rpartition(":")[2]
-    if port.isdecimal() and int(port) > 65535:  # ZMQ would use the lower 16 bits
-        raise ValueError(f"there is no port {port}")
+    try:
+        if port.isdecimal() and int(port) > 65535:  # ZMQ would use the lower 16 bits
+            raise ValueError(f"there is no port {port}")
+        attach(endpoint)
+    except (zmq.ZMQError, ValueError) as error:
+        raise UsageError(f"cannot {verb} {endpoint}: {error}", hint=f"write it as {form}") from error
 
 
 def _next_endpoint(endpoint: str) -> str:

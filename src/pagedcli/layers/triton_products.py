@@ -177,8 +177,9 @@ def linear_constants(
     block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     in_groups = weight.form == "float8" and weight.group_size < weight.num_in
     block_k = next(size for size in (128, 64, 32) if not in_groups or size == 32 or weight.group_size % size == 0)
-    wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // -(-weight.num_out // 32))
-    length = min(weight.num_in, max(_LEAST_LENGTH, -(-weight.num_in // wanted)))
+    num_blocks = -(-weight.num_out // 32)
+    num_parts = -(-_PROGRAMS_PER_PROCESSOR * num_processors // num_blocks)  # of the inputs
+    length = min(weight.num_in, max(_LEAST_LENGTH, -(-weight.num_in // num_parts)))
     length = -(-length // block_k) * block_k
     blocks = {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t <= 32 else 64, "BLOCK_K": block_k, "LENGTH": length}
     # On an H200 64 tokens of 4-bit weights take 27 us with 4 stages; FP8 and small groups were not timed with 3.

@@ -55,15 +55,16 @@ CARDS = {
 }
 
 
-def find_card(name: str, *, hint: str | None = None) -> Card:
+def find_card(name: str) -> Card:
     """A GPU by name. 'RTX 4090' means 'rtx4090'; 'a100' means the smallest A100.
 
-    Raises: UsageError with the known names, and the hint.
+    Raises: UsageError with the known names.
     """
     wanted = _plain(name)
     exact = [found for card, found in CARDS.items() if _plain(card) == wanted]
     variants = [found for card, found in CARDS.items() if _plain(card.split("-")[0]) == wanted]
     if not exact and not variants:
+        hint = "give its memory instead, for example --gpu-memory 24GiB"
         raise UsageError(f"unknown GPU {name!r}; known: {', '.join(CARDS)}", hint=hint)
     return min(exact or variants)
 

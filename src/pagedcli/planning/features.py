@@ -159,9 +159,9 @@ def why_no_graphs(
     return why and why[0]
 
 
-def bucket_sizes(num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
+def bucket_sizes(num_seqs: int) -> list[int]:
     """Batch sizes to capture, ascending: 1, 2, 4, 8, 16, then steps of at most half, and always the maximum."""
-    end = min(num_seqs, largest)
+    end = min(num_seqs, LARGEST_BUCKET)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if size < end]
     return [*sizes, *range(320, end, 64), end]
 

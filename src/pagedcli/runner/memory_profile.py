@@ -62,7 +62,7 @@ def read_described(
     if (numbers["peak"] or 0) < (numbers["current"] or 0):
         raise UsageError("--peak is below --current")
     if gpu is not None:
-        card = find_card(gpu, hint="give its memory instead, for example --gpu-memory 24GiB")
+        card = find_card(gpu)
         return Described(gpu, card.total_bytes, card.capability, **numbers)
     if gpu_memory is not None:  # only its memory is known: assume a recent GPU
         return Described("the described GPU", parse_bytes(gpu_memory), (9, 0), **numbers)

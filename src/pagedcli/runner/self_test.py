@@ -52,11 +52,11 @@ class _Failure(Exception):
     """A check failed."""
 
 
-def look_up_texts(num_lookups: int = 12, *, seed: int = 0) -> list[tuple[str, str]]:
-    """Prompts over one list of made-up names with four-digit codes, and the answers, as text."""
+def look_up_texts(*, seed: int = 0) -> list[tuple[str, str]]:
+    """Prompts over one list of twelve made-up names with four-digit codes, and the answers, as text."""
     rng = random.Random(seed)
     names: dict[str, str] = {}
-    while len(names) < num_lookups:
+    while len(names) < 12:
         syllables = [rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(3)]
         names["".join(syllables).capitalize()] = "".join(rng.choices("0123456789", k=4))
     listed = "\n".join(f"{name}: {code}" for name, code in names.items())

@@ -178,9 +178,8 @@ def limits(state: KVState) -> list[str]:
             said.append(f"{publisher.name}: what happened before message {check.first_seq:,} is unknown")
         if check.num_missed:
             said.append(
-                f"{publisher.name}: {plural(check.num_missed, 'message')} missing in "
-                f"{plural(check.num_gaps, 'gap')}; blocks "
-                "removed in them still look resident"
+                f"{publisher.name}: {plural(check.num_missed, 'message')} missing in {plural(check.num_gaps, 'gap')};"
+                " blocks removed in them still look resident"
             )
         elif not check.next_seq and state.num_batches:
             said.append(f"{publisher.name}: its messages are not numbered, so gaps cannot be seen")
@@ -342,7 +341,8 @@ def message_rows(reader: CaptureReader) -> Iterator[Figures]:
             "num_removed_blocks": after["num_removed"] - before["num_removed"],
             "num_tokens_computed_twice": after["num_tokens_again"] - before["num_tokens_again"],
             "num_blocks_stored_again": again, "num_resident_blocks": state.num_resident,
-            "notes": list(state.notes)[num_notes:] if len(state.notes) < 200 else list(state.notes)[-1:],
+            # of a full list, which drops its oldest note for a new one, only the last one may be new
+            "notes": [*state.notes][num_notes if len(state.notes) < (state.notes.maxlen or 0) else -1 :],
         }  # fmt: skip
         before, num_notes = after, len(state.notes)
 

@@ -152,7 +152,7 @@ class Pairs:
         def identity(request: Request) -> Key:  # the user's own id, or its number, and its place in the row
             return request.label, request.request_id.partition("/")[2]
 
-        self._match(lambda request: (identity(request), content(request)), same=True)
+        self._match(lambda request: (identity(request), content(request)), same=True)  # the surest first
         self._match(content, same=True)
         self._match(identity, same=False)
 

@@ -258,6 +258,7 @@ class Replay:
             self.position, self.moment = -1, self._snapshots[-1].copy()
 
     def _add_stop(self, step: int | None, lines: list[bytes]) -> None:
+        """Keep what was read up to a stop, and a snapshot of some stops: of fewer where they take too much memory."""
         self.position = len(self.steps)
         self.steps.append(step)
         self._chunks.append(b"\n".join(lines))

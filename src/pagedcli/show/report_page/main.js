@@ -134,7 +134,7 @@ function drawHead() {
     [show(summary.num_generated_tokens), "tokens generated"],
     [others.token_rate === null ? "-" : percent(100 * others.token_rate), `prefix hits from other requests, of the tokens looked up in this run (${show(others.tokens_hit)} of ${show(others.tokens)})`],
     [show(own.tokens_hit), "tokens found in a request's own blocks, after a preemption or for n > 1"],
-    [show(summary.num_preemptions), `preemptions; ${plural(summary.num_recomputed_tokens, "token")} computed again`],
+    [show(summary.num_preemptions), `preemptions; ${plural(summary.num_recomputed_tokens, "token")} recomputed`],
     [percent(100 * summary.peak_used_blocks / numBlocks), `of the pool in use at the peak (${show(summary.peak_used_blocks)} of ${show(numBlocks)} blocks)`],
     [show(summary.num_duplicate_blocks), "blocks with content that another block already had"],
   ];
