@@ -23,18 +23,11 @@ def backend_of(version):
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, DECODE], ids=["ragged", "decode"])
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(2, 1), (2, 4)])
+@pytest.mark.parametrize(("group", "window"), [(1, None), (4, None), (1, 100)])
 @pytest.mark.parametrize("name", fake_flash.MODULES)
-def test_arguments_taken_as_documented_give_exact_attention(name, num_kv_heads, group, lengths):
-    case = Case(lengths, 256, num_kv_heads * group, num_kv_heads, 64, DTYPE)
-    assert worst_error(run(backend_of(name), case), case.expected()) < TOLERANCE[DTYPE]
-
-
-@pytest.mark.parametrize("lengths", [RAGGED, DECODE], ids=["ragged", "decode"])
-@pytest.mark.parametrize("name", fake_flash.MODULES)
-def test_flash_attends_within_the_window(name, lengths):
-    case = Case(lengths, 256, 2, 2, 64, DTYPE)
-    case.layer = replace(case.layer, window=100)
+def test_arguments_taken_as_documented_give_exact_attention(name, group, window, lengths):
+    case = Case(lengths, 256, 2 * group, 2, 64, DTYPE)
+    case.layer = replace(case.layer, window=window)
     assert worst_error(run(backend_of(name), case), case.expected()) < TOLERANCE[DTYPE]
 
 

@@ -398,18 +398,6 @@ def test_logits_that_are_no_numbers_end_one_request_with_an_error(ahead):
     assert len(good.samples[0].token_ids) == 6
 
 
-def test_tokens_computed_again_are_counted_once_by_engine_and_trace():
-    """Also where a resumed prompt in chunks takes over blocks that another sequence computes meanwhile."""
-    checker = TraceChecker()
-    sim = Simulation(12, emit=checker.apply, max_num_seqs=4, max_num_batched_tokens=9, chunked_prefill_size=3)
-    for number in range(12):
-        sim.add([number % 3] * 8 + [number], 9, cache_salt="a" if number % 4 == 0 else None)
-    sim.run()
-    assert sim.stats.num_preemptions > 0
-    of_trace = sum(seq.num_recomputed_tokens for seq in checker.state.finished.values())
-    assert sim.stats.num_recomputed_tokens == of_trace > 0
-
-
 def beam_search(prompt, width, max_tokens, ends, *, length_penalty, early_stopping):
     """The best outputs by the textbook, with their scores: no blocks, no steps."""
     running, finished = [(0.0, [])], []

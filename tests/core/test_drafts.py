@@ -87,18 +87,6 @@ def test_right_drafts_save_their_steps():
     assert plain.stats.num_steps == 19
 
 
-def test_recurrent_states_see_no_guess_and_right_ones_are_computed_once_more():
-    plain = Simulation(40)
-    plain.add([1, 2, 3], 19, request_id="0")
-    plain.run()
-    sim = Simulation(40, drafter=Oracle(answers(plain)), max_num_batched_tokens=64, num_state_slots=1)
-    sim.add([1, 2, 3], 19, request_id="0")
-    sim.run()
-    assert answers(sim) == answers(plain)
-    assert sim.executor.steps == [[3], [9], [17]]  # 8 guesses, which the next step computes again before a token and 8
-    assert sim.stats.num_generated_tokens == 19
-
-
 @pytest.mark.parametrize("wrong", [0.0, 0.5, 1.0])
 def test_blocks_are_hashed_with_right_tokens_only_and_those_of_wrong_guesses_are_free(plain, wrong):
     hashes = []

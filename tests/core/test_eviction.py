@@ -134,24 +134,6 @@ def test_next_use_evicts_what_no_waiting_request_asks_for_and_then_the_farthest(
     assert b.block_table == []
 
 
-def test_next_use_counts_a_request_until_it_is_admitted():
-    pool = Pool("next-use", 2).run("a", "b")
-    a = pool.wait("a")
-    pool.run("c")
-    assert pool.cached == "ac"
-    prefill(pool.manager, a)
-    pool.manager.deallocate(a)
-    assert pool.run("d").cached == "ad"
-
-
-@pytest.mark.parametrize(("first", "text", "kept"), [(False, "ab", "ac"), (True, "ba", "bc")])
-def test_next_use_knows_who_is_last_at_either_end_of_the_queue(first, text, kept):
-    pool = Pool("next-use", 2).run(*text)
-    for letter in "ab":
-        pool.wait(letter, first=first)
-    assert pool.run("c").cached == kept  # what was used longest ago is needed sooner
-
-
 def test_next_use_hashes_each_block_of_a_request_once():
     hashed = []
 

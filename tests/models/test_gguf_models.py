@@ -76,20 +76,6 @@ def test_widened_weights_give_the_tokens_of_their_numbers(kind, tmp_path):
     check_tokens(plain, path, attention_backend="sdpa")
 
 
-def mixed(name):
-    """Q4_K with some Q6_K, as in a Q4_K_M file."""
-    if name.startswith(("token_embd", "output")):
-        return "Q6_K"
-    return "Q6_K" if "blk.1." in name and ("attn_v" in name or "ffn_down" in name) else "Q4_K"
-
-
-def test_the_weights_of_a_layer_may_have_different_types(tmp_path):
-    source = tiny_model("qwen3", tmp_path / "source", **WIDE, head_dim=64)
-    path, plain = gguf_twins(source, tmp_path, type_of=mixed)
-    check_tokens(plain, path, attention_backend="sdpa")
-    assert read_spec(path).quantization.name.startswith("GGUF: Q4_K ")
-
-
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])
 def test_numbers_multiply_whole_weights_of_nvfp4(backend, tmp_path):
     """As of a converted ModelOpt checkpoint: of q but not of k and v, and one for each expert."""

@@ -88,22 +88,6 @@ def test_weight_bytes_are_those_of_the_checkpoint(family, tmp_path_factory):
     assert model.notes == ()
 
 
-def test_yarn_mscale_and_untruncated_borders_equal_transformers(tmp_path):
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 50000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 20.0,
-        "beta_slow": 2.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-        "truncate": False,
-    }
-    path = tiny_model("llama", tmp_path, rope_parameters=rope)
-    assert_same_logits(logits_of(path, "reference", chunk=None), transformers_logits(path))
-
-
 def test_longrope_past_its_original_length_is_transformers_for_sequences_that_long(tmp_path_factory, tmp_path):
     """Original length 16: transformers takes the long factors for all positions of sequences of 20 and 33 tokens."""
     options = {"original_max_position_embeddings": 16}

@@ -282,10 +282,6 @@ def test_a_missing_or_broken_folder_is_named(tmp_path):
         read_spec(tmp_path)
 
 
-def test_resolve_model_takes_a_folder_as_it_is(tmp_path):
-    assert resolve_model(str(tmp_path)) == tmp_path
-
-
 @pytest.mark.parametrize("model", ["/absent/folder", "./absent", "~/absent-folder", "a/b/c", "folder/"])
 def test_what_can_only_be_a_path_is_never_looked_up_on_the_hub(model, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))

@@ -128,11 +128,6 @@ def replace(path, content):
 
 
 @needs_compiler
-def test_a_whole_library_in_the_cache_is_loaded_as_it_is(cache):
-    assert load_library().notes == ()
-
-
-@needs_compiler
 @pytest.mark.parametrize(
     ("suffix", "damage"),
     [

@@ -236,15 +236,10 @@ def test_results_are_in_the_order_of_the_prompts_whatever_order_they_are_compute
     [
         ([], [[1]], "empty_prompt"),
         ([1], [], "empty_continuation"),
-        ([1], [[2], []], "empty_continuation"),
-        ([1], [[10**6]], "invalid_token_id"),
-        ([1] * 500, [[1] * 14], "context_length_exceeded"),
         ("Once", ["a", ""], "empty_continuation"),
     ],
 )
 def test_what_can_never_be_scored_is_refused(llm, prompt, continuations, code):
-    length = llm.llm_engine.limits.max_model_len
-    prompt = [1] * (length - 12) if len(prompt) == 500 else prompt
     with pytest.raises(RequestError) as caught:
         llm.score([prompt], [continuations], use_tqdm=False)
     assert caught.value.code == code

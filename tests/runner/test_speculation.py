@@ -108,14 +108,11 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.bits
-def test_models_with_recurrent_state_keep_their_bits(tmp_path_factory):
-    same_with_drafts(cached_model("qwen3_5", tmp_path_factory), [0.3])
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("limits", [ROOMY, TINY], ids=["roomy", "tiny"])
-def test_tokens_and_log_probabilities_are_the_same_bits(path, limits):
-    same_with_drafts(path, [0.3], pools=(limits,))
+@pytest.mark.parametrize(
+    ("family", "limits"), [("qwen3", ROOMY), ("qwen3", TINY), ("qwen3_5", ROOMY)], ids=["roomy", "tiny", "state"]
+)
+def test_tokens_and_log_probabilities_are_the_same_bits(family, limits, tmp_path_factory):
+    same_with_drafts(cached_model(family, tmp_path_factory), [0.3], pools=(limits,))
 
 
 MODELS = {
