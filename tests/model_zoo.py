@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionBackend
-from pagedcli.config import LoadFormat
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
 from pagedcli.models.lengths import check_length
@@ -578,33 +577,21 @@ def load_model(
     spec: ModelSpec,
     *,
     backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: LoadFormat = "auto",
     quantization: str | None = None,
-    seed: int = 0,
-    trust_remote_code: bool = False,
     max_model_len: int | None = None,
     parallel: ParallelContext = SINGLE,
     decoder: str | None = None,
+    **options: Any,
 ) -> CausalLM:
-    """A model without an engine. `decoder` None: the first that runs it; `max_model_len` None: as it was made for."""
+    """A model without an engine. `decoder` None: the first that runs it; `max_model_len` None: as it was made for;
+    `options`: further fields of DecoderRequest."""
     max_model_len = max_model_len or spec.max_position_embeddings
     check_length(spec, max_model_len)
-    spec = spec.within(max_model_len)
+    spec, stored = spec.within(max_model_len), weight_format(quantization, spec)
+    options = {"load_format": "auto", "seed": 0, "trust_remote_code": False, "parallel": parallel} | options
     request = DecoderRequest(
-        path=path,
-        spec=spec,
-        backend=backend,
-        weight_format=weight_format(quantization, spec),
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        max_model_len=max_model_len,
-        parallel=parallel,
+        path=path, spec=spec, backend=backend, weight_format=stored, max_model_len=max_model_len, **options
     )
     if decoder is None:
-        decoder = choose_decoder(DecoderNeeds(spec, backend, request.weight_format, parallel.size))
+        decoder = choose_decoder(DecoderNeeds(spec, backend, stored, parallel.size))
     return load_decoder(decoder, request)

@@ -5,7 +5,7 @@ from contextlib import suppress
 from copy import copy
 
 import pytest
-from harness.core import Oracle, Simulation, finish, likeliest
+from harness.core import Oracle, Simulation, finish, likeliest, stop_at
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -35,21 +35,6 @@ class Digits:
     @classmethod
     def find_allowed(cls, guides):
         return [guide.left == 0 for guide in guides]
-
-
-def stop_after(token_id):
-    """A stop checker whose 'string' is a token that comes twice in a row."""
-
-    def make():
-        seen = []
-
-        def check(token):
-            seen.append(token)
-            return "twice" if seen[-2:] == [token_id] * 2 else None
-
-        return check
-
-    return make
 
 
 pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
@@ -113,7 +98,7 @@ def add(sim, number, asked):
         request_id=str(number),
         cache_salt=asked["salt"],
         make_guide=None if asked["guide"] is None else lambda: Digits(asked["guide"]),
-        make_stop_checker=None if asked["stop"] is None else stop_after(asked["stop"]),
+        make_stop_checker=None if asked["stop"] is None else stop_at([asked["stop"]] * 2),
     )
 
 

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from harness.core import EventList, EveryGuess, Oracle, Simulation
-from test_core import same_pool, stop_after
+from harness.core import EventList, EveryGuess, Oracle, Simulation, stop_at
+from test_core import same_pool
 
 from pagedcli.core.drafts import MOST_DECODES, STEPS_UNTIL_NEW_COUNT, Drafting, NgramDrafter, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
@@ -31,7 +31,7 @@ def fill(sim, *, num_requests=10, seed=0):
         )  # fmt: skip
         sim.add(
             prompt, params=params, request_id=str(number), cache_salt="a" if number % 5 == 0 else None,
-            make_stop_checker=stop_after(3) if number % 4 == 1 else None,
+            make_stop_checker=stop_at([3, 3]) if number % 4 == 1 else None,
         )  # fmt: skip
     return sim
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import gguf, random_blocks
-from linear_harness import rounded_by_32
-from quantized_zoo import exact_activations, random_nvfp4, random_weight
+from quantized_zoo import exact_activations, random_nvfp4, random_weight, rounded_by_32
 
 from pagedcli.errors import BackendError, ModelError
 from pagedcli.layers.native_linear import NativeLinear

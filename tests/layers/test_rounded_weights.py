@@ -4,8 +4,7 @@ right."""
 import pytest
 import torch
 from harness.engine import outputs_of
-from linear_harness import rounded_by_32
-from quantized_zoo import exact_activations
+from quantized_zoo import exact_activations, rounded_by_32
 
 from pagedcli.config import EngineConfig
 from pagedcli.layers.native_linear import NativeLinear

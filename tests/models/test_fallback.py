@@ -117,11 +117,6 @@ REFUSED = {
         {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
         "layers that are not plain attention",
     ),
-    "deepseek": (
-        transformers.DeepseekV3Config,
-        {"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
-        "multi-head latent attention",
-    ),
     "bert": (transformers.BertConfig, {}, "also attends to later tokens"),
     "bloom": (transformers.BloomConfig, {"n_layer": 2, "n_head": 4}, "does not specify max_position_embeddings"),
     "stablelm": (

@@ -11,18 +11,13 @@ import time
 import pytest
 import torch
 from attention_cases import Case, run
-from conftest import forget_library
+from conftest import forget_library, needs_compiler
 from power_loss import left_behind
 
 from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.errors import BackendError
 from pagedcli.native import build, load_library
-
-needs_compiler = pytest.mark.skipif(
-    sys.platform == "win32" or not any(os.access(f"/usr/bin/{name}", os.X_OK) for name in ("c++", "g++", "clang++")),
-    reason="no C++ compiler on this machine",
-)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 from bit_settings import by_default
+from harness.core import stop_at
 from harness.engine import make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,21 +102,6 @@ def test_the_figures_of_the_fold_are_those_of_the_engine(model):
 
 
 # ---------------------------------------------------------------------- one step ahead
-
-
-def stop_at(text):
-    """A checker of a 'stop string' of token ids."""
-
-    def make():
-        seen = []
-
-        def check(token_id):
-            seen.append(token_id)
-            return "stop" if seen[-len(text) :] == text else None
-
-        return check
-
-    return make
 
 
 def results_of(path, requests, *, ahead, arrivals=None, **config):
