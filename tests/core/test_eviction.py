@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, rule, run_state_machine_as_test
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.eviction import POLICIES, Lfu, sees_queue
+from pagedcli.core.eviction import POLICIES, Lfu
 from pagedcli.core.prefixes import Prefix, hash_block, token_bytes
 
 
@@ -41,10 +41,6 @@ class Pool:
         """The last token of each cached chain."""
         blocks = self.manager.blocks
         return "".join(sorted(chr(block.token_ids[0]) for block in blocks if block.prefix is not None))
-
-
-def test_only_next_use_sees_the_queue():
-    assert [name for name in (*POLICIES, "unknown") if sees_queue(name)] == ["next-use"]
 
 
 def test_lru_evicts_what_was_used_longest_ago():
