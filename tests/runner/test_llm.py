@@ -148,20 +148,6 @@ def test_mismatched_sampling_params_are_refused(llm):
         llm.generate(["a"], {"max_tokens": 2}, use_tqdm=False)
 
 
-def test_nano_vllms_bench_runs_after_changing_the_import():
-    """The body of its bench.py, with smaller numbers."""
-    from random import randint, seed
-
-    seed(0)
-    llm = LLM("builtin", enforce_eager=False, max_model_len=512)
-    prompt_token_ids = [[randint(0, 1000) for _ in range(randint(10, 40))] for _ in range(6)]
-    sampling_params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=randint(5, 20)) for _ in range(6)]
-    llm.generate(["Benchmark: "], SamplingParams())
-    outputs = llm.generate(prompt_token_ids, sampling_params, use_tqdm=False)
-    total_tokens = sum(params.max_tokens for params in sampling_params)
-    assert sum(len(output["token_ids"]) for output in outputs) == total_tokens
-
-
 # ---------------------------------------------------------------------- what else vLLM's users call
 
 
