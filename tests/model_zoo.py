@@ -18,7 +18,7 @@ from pagedcli.models.loading import choose_decoder, load_decoder, weight_format
 from pagedcli.models.spec import ModelSpec
 
 # Vocabulary, width and depth of every family. 4 query heads share 2 key/value heads.
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -119,7 +119,7 @@ _GRANITE_EXPERTS = {
 # queries grow twice within the sequences of the tests
 _GROWING = {**_YARN, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
 
-# family -> (transformers config class, what differs from _BASE)
+# family -> (transformers config class, what differs from BASE)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
     "llama-untied": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT_ROPE}),
@@ -491,7 +491,7 @@ def tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = 
     Norm weights and biases are random, too: at their initial ones and zeros a forgotten one would not show.
     """
     class_name, differences = _FAMILIES[family]
-    config = getattr(transformers, class_name)(**{**_BASE, **differences, **overrides})
+    config = getattr(transformers, class_name)(**{**BASE, **differences, **overrides})
     return random_model(config, path, seed=seed, max_shard_size=max_shard_size)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from harness.engine import assert_same_logits, loaded, logits_of, ragged_sequences
-from model_zoo import cached_model, nested, tiny_model
+from model_zoo import BASE, cached_model, nested, tiny_model
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 
@@ -37,10 +37,7 @@ def test_the_language_model_is_read_under_its_published_names(family, architectu
     assert_same_logits(logits_of(whole), logits_of(path), atol=0)
 
 
-_TEXT = {
-    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0},
-}
+_TEXT = BASE | {"num_hidden_layers": 3}
 _SECTIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 _VISION = {
     "depth": 1,
