@@ -1,7 +1,4 @@
-"""The Triton kernels without a GPU: right through the interpreter, in launches that fit the card.
-
-The interpreter must be chosen before triton is imported, so the conformance test runs in a process of its own.
-"""
+"""The Triton kernels without a GPU: right through the interpreter, in launches that fit the card."""
 
 import contextlib
 from pathlib import Path

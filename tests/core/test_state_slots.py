@@ -28,15 +28,8 @@ def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
     rng = random.Random(0)
     shared = [rng.randrange(1000) for _ in range(shift + num_shared)]
     prompts = [[*shared, 1000 + i, *(rng.randrange(1000) for _ in range(99))] for i in range(num_prompts)]
-    sim = Simulation(
-        8000,
-        16,
-        max_num_batched_tokens=2048,
-        max_num_seqs=64,
-        num_state_slots=num_slots,
-        checkpoints=policy,
-        check=False,
-    )
+    limits = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "num_state_slots": num_slots, "checkpoints": policy}
+    sim = Simulation(8000, 16, check=False, **limits)
     for prompt in prompts:
         sim.add(prompt, 1)
     sim.run()
@@ -354,12 +347,8 @@ def test_snapshots_at_the_end_and_at_intervals_are_before_the_last_token():
     end, every = (SnapshotPlan(SnapshotPolicy.named(name), 2, 1) for name in ("end", "3"))
     seq, context = prompt("ABCDE"), prompt("ABCDE", num_context=7)
     assert [end.stops(seq, first) for first in (0, 4, 5)] == [[5], [5], []]
-    assert [every.stops(seq, first) for first in (0, 1, 3, 4)] == [
-        [1, 3, 4],
-        [3, 4],
-        [4],
-        [],
-    ]  # after 3, 6 and 9 tokens
+    # after 3, 6 and 9 tokens
+    assert [every.stops(seq, first) for first in (0, 1, 3, 4)] == [[1, 3, 4], [3, 4], [4], []]
     assert every.stops(prompt("ABCD"), 0) == [1, 3]  # 9 is after the last full block
     assert [end.stops(context, 0), every.stops(context, 0)] == [[3], [1, 3]]
     assert [end.last_readable(each) for each in (seq, context, prompt("", num_context=3))] == [5, 3, 1]

@@ -1,7 +1,4 @@
-"""The Triton kernels of layers without a GPU: equal to their torch twins through the interpreter.
-
-The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
-"""
+"""The Triton kernels of layers without a GPU: equal to their torch twins through the interpreter."""
 
 import pytest
 import torch

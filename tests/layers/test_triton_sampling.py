@@ -1,8 +1,5 @@
 """Sampling against a definition written out in float64: what the limits keep, how often each token is drawn, ties, and
-logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter.
-
-The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
-"""
+logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter."""
 
 import itertools
 from unittest import mock

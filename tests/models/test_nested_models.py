@@ -10,9 +10,11 @@ from model_zoo import BASE, cached_model, nested, tiny_model
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 
-from pagedcli.errors import ModelError
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope_tables import query_scales
+from pagedcli.models.sharding import shard_spec
 
 SEQUENCES, _ = ragged_sequences()
 OTHERS = {"vision_tower.patch.weight": torch.zeros(2), "multi_modal_projector.linear_1.weight": torch.zeros(3)}
@@ -179,9 +181,5 @@ def test_a_pattern_of_letters_says_which_layers_slide(tmp_path, tmp_path_factory
 
 
 def test_stacked_projections_are_not_split(tmp_path):
-    from pagedcli.errors import ConfigError
-    from pagedcli.layers.parallel import ParallelContext
-    from pagedcli.models.sharding import shard_spec
-
     with pytest.raises(ConfigError, match="stacks its projections"):
         shard_spec(read_spec(tiny_model("glm", tmp_path)), ParallelContext(0, 2))

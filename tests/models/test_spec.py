@@ -78,12 +78,10 @@ SIZES_OF_HEADS = {"num_attention_heads": 32, "hidden_size": 256}  # of 8 element
 
 @pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *COMPOSED])
 def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path, tmp_path_factory):
-    from transformers import AutoConfig
-
     full = json.loads((cached_model(family, tmp_path_factory) / "config.json").read_text())
     needed = {"architectures", "model_type", *LLAMA}
     write(tmp_path, {key: value for key, value in full.items() if key in needed} | SIZES_OF_HEADS)
-    ours, theirs = read_spec(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    ours, theirs = read_spec(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     sliding = getattr(theirs, "sliding_window", None) or None
     assert ours.num_kv_heads == theirs.num_key_value_heads

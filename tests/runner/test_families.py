@@ -5,7 +5,6 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from bit_settings import by_default
 from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
 from model_zoo import (
@@ -38,16 +37,9 @@ def windowed_prompts():
     return [*tails[:4], shared + tails[4], shared + tails[5]]
 
 
-@torch.inference_mode()
 def tokens_alone(path, prompts, num_new):
     """Greedy tokens of transformers, each prompt alone: padding passes through convolutions with a bias."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
-    ids = (torch.tensor([prompt]) for prompt in prompts)
-    return [model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
+    return [row for prompt in prompts for row in transformers_tokens(path, [prompt], num_new)]
 
 
 @dataclass
