@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ if os.environ.get("PAGEDCLI_KERNEL_GUARD"):  # see layers/test_kernel_guard.py
 
     Guard().install()
 
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
 

@@ -68,6 +68,15 @@ def _of_experts(stack):
     return stack[:, :inner], stack[:, inner:]
 
 
+def _states(w, config, kernel, state_size, groups, rank, *, inner):
+    """The sizes of layers with a state, by the names that a config has for them."""
+    w.add_ssm_conv_kernel(config[kernel])
+    w.add_ssm_state_size(config[state_size])
+    w.add_ssm_group_count(config[groups])
+    w.add_ssm_time_step_rank(config[rank])
+    w.add_ssm_inner_size(inner)
+
+
 class Conversion:
     """The tensors of a checkpoint by the file's names, and the file's metadata."""
 
@@ -310,11 +319,15 @@ class Conversion:
         if self.model_type == "nemotron_h":
             self._nemotron_h(w)
         if self.model_type == "falcon_h1":
-            w.add_ssm_conv_kernel(config["mamba_d_conv"])
-            w.add_ssm_state_size(config["mamba_d_state"])
-            w.add_ssm_group_count(config["mamba_n_groups"])
-            w.add_ssm_inner_size(config["mamba_d_ssm"])
-            w.add_ssm_time_step_rank(config["mamba_n_heads"])
+            _states(
+                w,
+                config,
+                "mamba_d_conv",
+                "mamba_d_state",
+                "mamba_n_groups",
+                "mamba_n_heads",
+                inner=config["mamba_d_ssm"],
+            )
         if self.model_type == "kimi_linear":
             attends = [each != "linear_attention" for each in config["layer_types"]]
             w.add_head_count_kv([int(each) for each in attends])
@@ -403,11 +416,15 @@ class Conversion:
 
     def _nemotron_h(self, w):
         config = self.config
-        w.add_ssm_conv_kernel(config["conv_kernel"])
-        w.add_ssm_state_size(config["ssm_state_size"])
-        w.add_ssm_group_count(config["n_groups"])
-        w.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
-        w.add_ssm_time_step_rank(config["mamba_num_heads"])
+        _states(
+            w,
+            config,
+            "conv_kernel",
+            "ssm_state_size",
+            "n_groups",
+            "mamba_num_heads",
+            inner=config["mamba_num_heads"] * config["mamba_head_dim"],
+        )
         w.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
         w.add_expert_weights_scale(config["routed_scaling_factor"])
         w.add_expert_group_count(config["n_group"])
@@ -415,11 +432,15 @@ class Conversion:
 
     def _gated_delta(self, w):
         config = self.config
-        w.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        w.add_ssm_state_size(config["linear_key_head_dim"])
-        w.add_ssm_group_count(config["linear_num_key_heads"])
-        w.add_ssm_time_step_rank(config["linear_num_value_heads"])
-        w.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        _states(
+            w,
+            config,
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            inner=config["linear_value_head_dim"] * config["linear_num_value_heads"],
+        )
         w.add_full_attention_interval(4)
         w.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
 
@@ -430,11 +451,15 @@ class Conversion:
         w.add_residual_scale(config["residual_multiplier"])
         w.add_logit_scale(config["logits_scaling"])
         if self.model_type == "granitemoehybrid":
-            w.add_ssm_conv_kernel(config["mamba_d_conv"])
-            w.add_ssm_state_size(config["mamba_d_state"])
-            w.add_ssm_group_count(config["mamba_n_groups"])
-            w.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
-            w.add_ssm_time_step_rank(config["mamba_n_heads"])
+            _states(
+                w,
+                config,
+                "mamba_d_conv",
+                "mamba_d_state",
+                "mamba_n_groups",
+                "mamba_n_heads",
+                inner=config["mamba_expand"] * config["hidden_size"],
+            )
             w.add_rope_scaling_finetuned(False)
 
     def _gemma4(self, w):

@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionBackend
-from pagedcli.config import LoadFormat
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
 from pagedcli.models.lengths import check_length
@@ -19,7 +18,7 @@ from pagedcli.models.loading import choose_decoder, load_decoder, weight_format
 from pagedcli.models.spec import ModelSpec
 
 # Vocabulary, width and depth of every family. 4 query heads share 2 key/value heads.
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -120,7 +119,7 @@ _GRANITE_EXPERTS = {
 # queries grow twice within the sequences of the tests
 _GROWING = {**_YARN, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
 
-# family -> (transformers config class, what differs from _BASE)
+# family -> (transformers config class, what differs from BASE)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
     "llama-untied": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT_ROPE}),
@@ -441,17 +440,8 @@ COMPOSED_FAMILIES = (
 )
 # each only data of mechanisms that those above have, so that its tests but the first are slow
 DATA_FAMILIES = (
-    *(
-        "glm",
-        "exaone4",
-        "exaone4-global",
-        "olmo3",
-        "granitemoe",
-        "granitemoeshared",
-        "granitemoe_swa",
-        "seed_oss",
-        "ernie4_5",
-    ),
+    *("glm", "exaone4", "exaone4-global", "olmo3", "granitemoe", "granitemoeshared", "granitemoe_swa", "seed_oss"),
+    "ernie4_5",
     *("helium", "cwm", "hyperclovax", "mellum", "gemma", "arcee", "apertus", "ernie4_5-moe", "glm4-moe"),
     *LATENT_FAMILIES[2:],
     *("cohere2_moe", "cohere2_moe-rms", "solar_open", "exaone_moe", "hy_v3", "minimax_m2", "hunyuan_v1_moe", "phimoe"),
@@ -461,26 +451,10 @@ DATA_FAMILIES = (
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)
 GEMMA4_FAMILIES = ("gemma4-e2b", "gemma4-12b", "gemma4-26b", "gemma4-31b")
 RECURRENT_FAMILIES = (
-    *(
-        "qwen3_5",
-        "qwen3_5-moe",
-        "qwen3_next",
-        "kimi_linear",
-        pytest.param("kimi_linear-wide", marks=pytest.mark.slow),
-        "olmo_hybrid",
-        "olmo_hybrid-published",
-        "lfm2",
-        "lfm2-bias",
-        "lfm2-moe",
-        "lfm3",
-        "bamba",
-        "falcon_h1",
-        "falcon_h1-norm",
-        "nemotron_h",
-        "nemotron_h-moe",
-        "granite-hybrid",
-        "granite-hybrid-moe",
-    ),
+    *("qwen3_5", "qwen3_5-moe", "qwen3_next", "kimi_linear"),
+    *(pytest.param("kimi_linear-wide", marks=pytest.mark.slow), "olmo_hybrid", "olmo_hybrid-published", "lfm2"),
+    *("lfm2-bias", "lfm2-moe", "lfm3", "bamba", "falcon_h1", "falcon_h1-norm", "nemotron_h", "nemotron_h-moe"),
+    *("granite-hybrid", "granite-hybrid-moe"),
 )
 ALL_FAMILIES = tuple(_FAMILIES)
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")
@@ -492,7 +466,7 @@ def tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = 
     Norm weights and biases are random, too: at their initial ones and zeros a forgotten one would not show.
     """
     class_name, differences = _FAMILIES[family]
-    config = getattr(transformers, class_name)(**{**_BASE, **differences, **overrides})
+    config = getattr(transformers, class_name)(**{**BASE, **differences, **overrides})
     return random_model(config, path, seed=seed, max_shard_size=max_shard_size)
 
 
@@ -578,33 +552,21 @@ def load_model(
     spec: ModelSpec,
     *,
     backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: LoadFormat = "auto",
     quantization: str | None = None,
-    seed: int = 0,
-    trust_remote_code: bool = False,
     max_model_len: int | None = None,
     parallel: ParallelContext = SINGLE,
     decoder: str | None = None,
+    **options: Any,
 ) -> CausalLM:
-    """A model without an engine. `decoder` None: the first that runs it; `max_model_len` None: as it was made for."""
+    """A model without an engine. `decoder` None: the first that runs it; `max_model_len` None: as it was made for;
+    `options`: further fields of DecoderRequest."""
     max_model_len = max_model_len or spec.max_position_embeddings
     check_length(spec, max_model_len)
-    spec = spec.within(max_model_len)
+    spec, stored = spec.within(max_model_len), weight_format(quantization, spec)
+    options = {"load_format": "auto", "seed": 0, "trust_remote_code": False, "parallel": parallel} | options
     request = DecoderRequest(
-        path=path,
-        spec=spec,
-        backend=backend,
-        weight_format=weight_format(quantization, spec),
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        max_model_len=max_model_len,
-        parallel=parallel,
+        path=path, spec=spec, backend=backend, weight_format=stored, max_model_len=max_model_len, **options
     )
     if decoder is None:
-        decoder = choose_decoder(DecoderNeeds(spec, backend, request.weight_format, parallel.size))
+        decoder = choose_decoder(DecoderNeeds(spec, backend, stored, parallel.size))
     return load_decoder(decoder, request)

@@ -372,3 +372,9 @@ def random_nvfp4(out, columns, *, seed=0):
 def exact_activations(tokens, columns):
     """Activations that rounding to 8 bits leaves as they are, whichever of them share a scale."""
     return 127.0 * torch.randint(-1, 2, (tokens, columns), generator=torch.Generator().manual_seed(tokens))
+
+
+def rounded_by_32(x):
+    """Activations as the native kernels round them: each 32 in whole steps of their largest magnitude / 127."""
+    groups = [(group, group.abs().amax(-1, keepdim=True) / 127) for group in x.split(32, dim=-1)]
+    return torch.cat([torch.nan_to_num(group / step).round() * step for group, step in groups], dim=-1)

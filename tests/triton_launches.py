@@ -4,11 +4,12 @@ import json
 from dataclasses import dataclass
 
 import torch
+from attention_cases import make_batch
 from model_zoo import load_model
 from pretend_cuda import GPU, PretendGpu
 from triton_compile import NAMES, Compiled
 
-from pagedcli.attention.base import PagedBatch, named_dtype
+from pagedcli.attention.base import named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.models.base import cache_shape
@@ -132,27 +133,9 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
 
 def _batch(lengths, block_size, num_groups):
     """A step of so many groups of layers, and its number of new tokens."""
-    starts = [0]
-    for _, new in lengths:
-        starts.append(starts[-1] + new)
-    totals = [total for total, _ in lengths]
-    width = -(-max(totals) // block_size)
-
-    def integers(*shape):
-        return torch.zeros(shape, dtype=torch.int32, device=GPU)
-
-    batches = [
-        PagedBatch(
-            cu_q=integers(len(starts)),
-            num_tokens=integers(len(totals)),
-            block_table=integers(len(totals), width),
-            slots=integers(starts[-1]),
-            max_new=max(new for _, new in lengths),
-            max_total=max(totals),
-            cu_q_host=starts,
-            num_tokens_host=totals,
-        )
-        for _ in range(num_groups)
-    ]
+    num_tokens = sum(new for _, new in lengths)
+    width = -(-max(total for total, _ in lengths) // block_size)
+    table = torch.zeros((len(lengths), width), dtype=torch.int32, device=GPU)
+    batches = [make_batch(lengths, table, [0] * num_tokens, GPU) for _ in range(num_groups)]
     batches[0].others = tuple(batches[1:])
-    return batches[0], starts[-1]
+    return batches[0], num_tokens

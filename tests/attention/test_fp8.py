@@ -29,8 +29,9 @@ def test_fp8_through_the_interpreter():
 
 @plain
 def test_fp8_is_refused_on_a_cpu_and_other_dtypes_with_the_reason():
-    with pytest.raises(ConfigError, match="needs a CUDA GPU"):
+    with pytest.raises(ConfigError, match="needs a CUDA GPU") as caught:
         resolve_kv_dtype("fp8", torch.float32, None)
+    assert "int8" in caught.value.hint
     with pytest.raises(ConfigError, match="computes in float32"):
         resolve_kv_dtype("bfloat16", torch.float32, None)
     assert resolve_kv_dtype("float32", torch.float32, None) == torch.float32

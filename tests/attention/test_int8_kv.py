@@ -12,7 +12,6 @@ from attention_cases import (
     Case,
     fill_cache,
     held,
-    held_key,
     run,
     worst_error,
 )
@@ -39,8 +38,7 @@ from pagedcli.sampling_params import SamplingParams
 CPU = torch.device("cpu")
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 RAGGED = [(1, 1), (300, 1), (20, 20), (130, 5), (16, 16), (17, 1), (258, 3), (90, 33), (1100, 40), (64, 1)]
-TILED, PACKED = (16, 2, 2, 128), (20, 2, 1, 80)  # block size, key/value heads, group, head size
-ONE_HEAD = (16, 1, 1, 64)
+ONE_HEAD = (16, 1, 1, 64)  # block size, key/value heads, group, head size
 
 
 def make_case(lengths, shape, dtype, *, kv_dtype=I8):
@@ -49,18 +47,6 @@ def make_case(lengths, shape, dtype, *, kv_dtype=I8):
 
 
 # ---------------------------------------------------------------------- the kernel
-
-
-@pytest.mark.parametrize("shape", [TILED, PACKED], ids=["tiled", "packed"])
-def test_rounding_costs_less_than_one_percent(library, shape):
-    case = make_case(RAGGED, shape, F32)
-    result, exact = run(backend_for("cpu", case), case).double(), case.expected()
-    case.k, case.v = held_key(case.k), held(case.v)
-    twin = case.expected()
-    error = float((result - exact).norm() / exact.norm())
-    print(f"int8 KV cache: relative error of attention {error:.4f}")
-    assert 0.001 < error < 0.01
-    assert (result - twin).norm() < 0.01 * (twin - exact).norm(), "it is the twin's error: that of K and V"
 
 
 def test_rounding_of_latents_costs_what_the_docs_state(library):
@@ -180,13 +166,8 @@ def test_cache_chunk_pool_and_batch_never_change_the_tokens(library, model, quan
     expected = run_engine(engine_for(model, quantization=quantization), prompts, GREEDY)
     assert expected != run_engine(engine_for(model, kv_cache_dtype="auto"), prompts, GREEDY), "int8 changes something"
     for caching, chunk, blocks in itertools.product([True, False], [None, 7], [None, 24]):
-        engine = engine_for(
-            model,
-            quantization=quantization,
-            enable_prefix_caching=caching,
-            chunked_prefill_size=chunk,
-            num_kvcache_blocks=blocks,
-        )
+        config = {"enable_prefix_caching": caching, "chunked_prefill_size": chunk, "num_kvcache_blocks": blocks}
+        engine = engine_for(model, quantization=quantization, **config)
         assert run_engine(engine, prompts, GREEDY) == expected, (caching, chunk, blocks)
         assert by_default((engine.stats.num_preemptions > 0) == (blocks is not None))
     assert run_engine(engine_for(model, max_num_seqs=1, quantization=quantization), prompts, GREEDY) == expected
@@ -228,9 +209,6 @@ def test_backends_that_cannot_say_so_and_what_to_do(library, model):
     with pytest.raises(ConfigError, match="needs a CPU, not a CUDA GPU") as caught:
         resolve_kv_dtype("int8", BF16, Gpu(name="any", total_bytes=1, free_bytes=1, capability=(9, 0)))
     assert "fp8" in caught.value.hint
-    with pytest.raises(ConfigError, match="needs a CUDA GPU") as caught:
-        resolve_kv_dtype("fp8", BF16, None)
-    assert "int8" in caught.value.hint
 
 
 def test_without_a_compiler_int8_is_refused_not_replaced(monkeypatch, model):

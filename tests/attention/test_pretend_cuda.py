@@ -22,6 +22,11 @@ from pagedcli.runner.memory import Holder
 from pagedcli.sampling_params import SamplingParams
 
 pytest.importorskip("triton")
+from triton.runtime.driver import DriverConfig
+
+from pagedcli.attention import triton_paged
+from pagedcli.layers.basic import rms_norm
+from pagedcli.layers.triton_layers import add_rms_norm_kernel
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +85,6 @@ def test_steps_run_on_their_device_in_any_thread(model, idle_gpu):
 @pytest.mark.parametrize("cause", ["no C compiler", "no Python.h", "no libcuda", "another"])
 def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps(monkeypatch, tmp_path, cause):
     """Before anything is loaded; otherwise the first launch would fail."""
-    from triton.runtime.driver import DriverConfig
-
-    from pagedcli.attention import triton_paged
 
     class Driver:
         @property
@@ -153,16 +155,11 @@ def test_a_capture_that_fails_names_the_batch_size_and_the_way_without_graphs(mo
 
 def test_no_graph_asks_for_a_longer_work_list_than_the_device_makes():
     """However the tokens of a step are spread over its sequences, each begins at most one more split."""
-    from pagedcli.attention.triton_paged import DEVICE_LIST_ITEMS, SPLIT
-
-    assert GRAPH_TOKENS // SPLIT + max(bucket_sizes(1000)) <= DEVICE_LIST_ITEMS
+    assert GRAPH_TOKENS // triton_paged.SPLIT + max(bucket_sizes(1000)) <= triton_paged.DEVICE_LIST_ITEMS
 
 
 @interpreted
 def test_a_kernel_that_ignores_strides_is_noticed(idle_gpu):
-    from pagedcli.layers.basic import rms_norm
-    from pagedcli.layers.triton_layers import add_rms_norm_kernel
-
     x, weight = torch.zeros(2, 64, device="cuda"), torch.ones(32, device="cuda")
     rms_norm(x[:, :32], weight, 1e-6)
     constants = {"E": 32, "BLOCK_E": 32, "ADD": False, "NORM_ADDED": False, "MULTIPLY": False, "SCALE": False}

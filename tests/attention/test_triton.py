@@ -1,18 +1,22 @@
-"""The Triton kernels without a GPU: right through the interpreter, in launches that fit the card.
-
-The interpreter must be chosen before triton is imported, so the conformance test runs in a process of its own.
-"""
+"""The Triton kernels without a GPU: right through the interpreter, in launches that fit the card."""
 
 import contextlib
 from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import make_batch
 from interpreter import plain, run_interpreted
+
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.errors import BackendError
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+
+from pagedcli.attention import triton_paged as paged
+from pagedcli.attention.triton_launch import Launcher
 
 TESTS = Path(__file__).parent
 
@@ -41,10 +45,6 @@ def test_all_of_conformance_through_the_interpreter():
 )
 def test_groups_that_no_small_card_has_shared_memory_for_are_refused(dtype, heads, refused):
     """On sm_86 they would compile and then fail at their first launch."""
-    from pagedcli.attention import triton_paged as paged
-    from pagedcli.attention.base import AttentionSpec
-    from pagedcli.errors import BackendError
-
     spec = AttentionSpec(torch.device("cuda", 0), dtype, 16, *heads, capability=(8, 6))
     with (
         pytest.raises(BackendError, match=f"{heads[0] // heads[1]} query heads")
@@ -58,11 +58,6 @@ def test_groups_that_no_small_card_has_shared_memory_for_are_refused(dtype, head
 @pytest.mark.parametrize("totals", [[600, 20, 300], [1], [256, 257], [1, 512, 1, 511, 2000]])
 def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeypatch):
     """A captured graph makes its list on the device, for any lengths up to max_total."""
-    from attention_cases import make_batch
-
-    from pagedcli.attention import triton_paged as paged
-    from pagedcli.attention.base import AttentionSpec
-
     backend = paged.TritonAttention(AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64))
     table = torch.zeros(len(totals), 200, dtype=torch.int32)
     batch = make_batch([(total, 1) for total in totals], table, [0] * len(totals), "cpu")
@@ -104,8 +99,6 @@ def some_kernel(x_ptr, other_ptr, stride, count, factor, BLOCK: tl.constexpr, AD
 def test_known_launches_have_the_kernel_and_the_arguments_of_tritons_own(monkeypatch):
     """Through a driver that is not there: launches that skip triton's look-up are its own."""
     from fake_driver import FakeDriver
-
-    from pagedcli.attention.triton_launch import Launcher
 
     driver, launch = FakeDriver().install(monkeypatch), Launcher()
     memory, other = torch.zeros(64), torch.zeros(64)

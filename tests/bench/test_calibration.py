@@ -13,11 +13,15 @@ from pagedcli.planning.machine import this_machine
 from pagedcli.runner.llm_engine import LLMEngine
 
 
+def made(**limits):
+    """The engine of a calibration."""
+    config = EngineConfig(model=BUILTIN_MODEL, max_num_batched_tokens=64, **limits)
+    return LLMEngine(calibration_config(decide(config, read_spec(model_folder(config)), this_machine())))
+
+
 @pytest.fixture
 def engine():
-    config = EngineConfig(model=BUILTIN_MODEL, max_num_seqs=16, max_model_len=256, max_num_batched_tokens=64)
-    decision = decide(config, read_spec(model_folder(config)), this_machine())
-    with LLMEngine(calibration_config(decision)) as engine:
+    with made(max_num_seqs=16, max_model_len=256) as engine:
         yield engine
 
 
@@ -39,9 +43,7 @@ def test_all_prompts_of_a_calibration_differ(engine, monkeypatch):
 @pytest.mark.long
 def test_a_calibration_of_tight_limits_ends():
     """More sequences than tokens of a step, and hardly room for one long sequence."""
-    config = EngineConfig(model=BUILTIN_MODEL, max_num_seqs=64, max_model_len=48, max_num_batched_tokens=64)
-    decision = decide(config, read_spec(model_folder(config)), this_machine())
-    with LLMEngine(calibration_config(decision)) as engine:
+    with made(max_num_seqs=64, max_model_len=48) as engine:
         found = calibrate(engine, budget_s=2)
     assert min(seconds for _, seconds in (*found.prompts, *found.decodes)) > 0
 

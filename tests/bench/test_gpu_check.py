@@ -59,9 +59,7 @@ def test_a_dry_run_of_every_stage(group, num_stages, tmp_path):
     assert len(check_dry_run(tmp_path, group)) == num_stages
 
 
-def test_a_stage_that_is_stopped_keeps_its_rows(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    import gpu_check as module
+def test_a_stage_that_is_stopped_keeps_its_rows(tmp_path, module):
     import gpu_common
 
     path = tmp_path / "rows.jsonl"

@@ -22,20 +22,6 @@ def test_hash_is_xxh64_of_parent_and_int64_tokens():
     assert compute_hash((1, 2), first) == nano_vllm.intdigest()
 
 
-def test_chain_differs_where_only_the_parent_differs():
-    assert compute_hash((3, 4), compute_hash((1, 2))) != compute_hash((3, 4), compute_hash((2, 2)))
-
-
-def test_second_sequence_reuses_the_shared_blocks():
-    manager = BlockManager(8, 4)
-    a, b, c = make_seq(range(1, 9)), make_seq([*range(1, 9), 9, 10]), make_seq([0, *range(2, 9), 9, 10])
-    assert prefill(manager, a) == 0
-    assert prefill(manager, b) == 8
-    assert b.block_table[:2] == a.block_table
-    assert prefill(manager, c) == 0
-    manager.check([a, b, c])
-
-
 def test_whole_cached_prompt_computes_only_its_last_token_and_takes_no_block():
     manager = BlockManager(4, 2)
     a, b = make_seq([1, 2, 3, 4]), make_seq([1, 2, 3, 4])
@@ -59,23 +45,6 @@ def test_a_pool_has_a_block_and_a_block_a_token():
 def test_of_a_hit_only_whole_blocks_were_in_memory_before_others_were_read():
     hits = [PrefixHit((), 0, 3, 3, 3, num_disk_tokens=each).num_memory_tokens(4) for each in (None, 0, 2, 5, 12)]
     assert hits == [12, 12, 8, 4, 0]
-
-
-def test_a_shared_block_lives_until_its_last_owner_leaves_and_can_be_revived():
-    manager = BlockManager(4, 2)
-    a, b = make_seq([1, 2, 3]), make_seq([1, 2, 4])
-    prefill(manager, a), prefill(manager, b)
-    shared = a.block_table[0]
-    assert manager.blocks[shared].ref_count == 2
-    manager.deallocate(a)
-    assert manager.blocks[shared].ref_count == 1
-    manager.deallocate(b)
-    assert manager.blocks[shared].ref_count == 0
-    assert shared in manager.free_block_ids
-    c = make_seq([1, 2, 5])
-    assert prefill(manager, c) == 2
-    assert c.block_table[0] == shared
-    manager.check([c])
 
 
 def test_a_freed_block_stays_cached_until_it_is_taken_oldest_first():

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from harness.core import EventList, EveryGuess, Oracle, Simulation
-from test_core import same_pool, stop_after
+from harness.core import EventList, EveryGuess, Oracle, Simulation, stop_at
+from test_core import same_pool
 
 from pagedcli.core.drafts import MOST_DECODES, STEPS_UNTIL_NEW_COUNT, Drafting, NgramDrafter, within_grammar
 from pagedcli.core.limits import MOST_DRAFTED
@@ -31,7 +31,7 @@ def fill(sim, *, num_requests=10, seed=0):
         )  # fmt: skip
         sim.add(
             prompt, params=params, request_id=str(number), cache_salt="a" if number % 5 == 0 else None,
-            make_stop_checker=stop_after(3) if number % 4 == 1 else None,
+            make_stop_checker=stop_at([3, 3]) if number % 4 == 1 else None,
         )  # fmt: skip
     return sim
 
@@ -85,18 +85,6 @@ def test_right_drafts_save_their_steps():
     sim.run()
     assert sim.executor.steps == [[3], [9], [9]]  # 1 token of the prompt's step, then twice a token and 8 guesses
     assert plain.stats.num_steps == 19
-
-
-def test_recurrent_states_see_no_guess_and_right_ones_are_computed_once_more():
-    plain = Simulation(40)
-    plain.add([1, 2, 3], 19, request_id="0")
-    plain.run()
-    sim = Simulation(40, drafter=Oracle(answers(plain)), max_num_batched_tokens=64, num_state_slots=1)
-    sim.add([1, 2, 3], 19, request_id="0")
-    sim.run()
-    assert answers(sim) == answers(plain)
-    assert sim.executor.steps == [[3], [9], [17]]  # 8 guesses, which the next step computes again before a token and 8
-    assert sim.stats.num_generated_tokens == 19
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5, 1.0])

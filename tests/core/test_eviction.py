@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, rule, run_state_machine_as_test
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.eviction import POLICIES, Lfu, sees_queue
+from pagedcli.core.eviction import POLICIES, Lfu
 from pagedcli.core.prefixes import Prefix, hash_block, token_bytes
 
 
@@ -41,10 +41,6 @@ class Pool:
         """The last token of each cached chain."""
         blocks = self.manager.blocks
         return "".join(sorted(chr(block.token_ids[0]) for block in blocks if block.prefix is not None))
-
-
-def test_only_next_use_sees_the_queue():
-    assert [name for name in (*POLICIES, "unknown") if sees_queue(name)] == ["next-use"]
 
 
 def test_lru_evicts_what_was_used_longest_ago():
@@ -132,24 +128,6 @@ def test_next_use_evicts_what_no_waiting_request_asks_for_and_then_the_farthest(
     pool.manager.forget(a)
     assert pool.run("k").cached == "bgjk"
     assert b.block_table == []
-
-
-def test_next_use_counts_a_request_until_it_is_admitted():
-    pool = Pool("next-use", 2).run("a", "b")
-    a = pool.wait("a")
-    pool.run("c")
-    assert pool.cached == "ac"
-    prefill(pool.manager, a)
-    pool.manager.deallocate(a)
-    assert pool.run("d").cached == "ad"
-
-
-@pytest.mark.parametrize(("first", "text", "kept"), [(False, "ab", "ac"), (True, "ba", "bc")])
-def test_next_use_knows_who_is_last_at_either_end_of_the_queue(first, text, kept):
-    pool = Pool("next-use", 2).run(*text)
-    for letter in "ab":
-        pool.wait(letter, first=first)
-    assert pool.run("c").cached == kept  # what was used longest ago is needed sooner
 
 
 def test_next_use_hashes_each_block_of_a_request_once():

@@ -167,20 +167,3 @@ def test_steps_ahead_count_no_token_of_a_sequence_that_had_ended():
     plain, ahead = computed(False), computed(True)
     assert ahead[1] > plain[1] == 0
     assert ahead[0] == plain[0]
-
-
-def test_nothing_is_left_of_requests_that_have_ended():
-    sim = Simulation(60, max_num_batched_tokens=6)
-    for number in range(4):
-        sim.add([number, 1, 2, 3, 4], 3, n=2, request_id=f"n {number}")
-        sim.add([number, 1, 2, 3, 4], request_id=f"scored {number}", continuations=[[1, 2], [3]])
-    sim.step()
-    sim.executor.fail_launch = True
-    with pytest.raises(RuntimeError):
-        sim.step()
-    for number in range(3):
-        sim.abort(f"n {number}")
-        sim.abort(f"scored {number}")
-    assert finish(sim).keys() == {"n 3", "scored 3"}
-    assert sim.stats.num_sequences == len(sim.seqs)
-    sim.check_nothing_is_left()

@@ -13,14 +13,6 @@ from pagedcli.sampling_params import SamplingParams
 pytestmark = pytest.mark.usefixtures("prompts_wait_in_small_batches")
 
 
-def test_equal_prompts_in_one_step_share_blocks():
-    sim = Simulation(16, max_num_batched_tokens=64)
-    a, b = sim.add([1, 2, 3, 4, 5]), sim.add([1, 2, 3, 4, 5])
-    sim.step()
-    assert sim.executor.steps == [[5, 1]]
-    assert a.block_table[:2] == b.block_table[:2]
-
-
 def test_equal_prompts_in_chunks_smaller_than_a_block_still_share_blocks():
     sim = Simulation(32, 4, max_num_batched_tokens=64, chunked_prefill_size=3)
     seqs = [sim.add([*range(12), 20 + i]) for i in range(3)]

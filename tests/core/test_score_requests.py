@@ -168,6 +168,8 @@ class ScoreMachine(RuleBasedStateMachine):
         num_recomputed = self.checker.state.num_recomputed_tokens
         assert self.engine.stats.num_recomputed_tokens == num_recomputed or self.engine.runs_ahead
         assert self.engine.block_manager.num_free_blocks == 7
+        assert self.engine.stats.num_sequences == len(self.engine.seqs)
+        self.engine.check_nothing_is_left()
         assert not self.engine.scheduler.contexts
 
 

@@ -68,6 +68,12 @@ def cut(input_file, path, *, num_workers=2, flags=None):
     return folder, loaded
 
 
+def make_parts(folder, loaded):
+    """Those that are missing."""
+    worker = Worker(folder.path, loaded)
+    assert all(worker.run_part(number) for number in folder.missing())
+
+
 @pytest.fixture
 def parts(single, tmp_path):
     return cut(single / "in.jsonl", tmp_path / "parts")
@@ -109,9 +115,7 @@ def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single,
     assert folder.missing() == list(range(1, folder.manifest.num_parts))
     with pytest.raises(UsageError, match=r"15 of 16 parts.*are not done"):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
-    again = Worker(folder.path, loaded)
-    for number in folder.missing():
-        assert again.run_part(number)
+    make_parts(folder, loaded)
     merge_parts(folder.path, tmp_path / "merged.jsonl")
     assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
 
@@ -124,17 +128,14 @@ def test_a_worker_killed_between_the_part_and_the_removal_of_its_journal_is_repl
             Worker(folder.path, loaded).run_part(0)
     assert folder.part(0).exists()
     assert not folder.is_done(0)
-    again = Worker(folder.path, loaded)
-    assert all(again.run_part(number) for number in folder.missing())
+    make_parts(folder, loaded)
     merge_parts(folder.path, tmp_path / "merged.jsonl")
     assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
 
 
 def test_a_part_that_is_not_as_it_was_written_is_not_merged(parts, tmp_path):
     folder, loaded = parts
-    worker = Worker(folder.path, loaded)
-    for number in folder.missing():
-        worker.run_part(number)
+    make_parts(folder, loaded)
     part = folder.part(3)
     part.write_bytes(part.read_bytes().replace(b"a", b"b", 1))
     with pytest.raises(PagedcliError, match=r"part-00003\.jsonl is not what its run wrote"):
@@ -183,9 +184,7 @@ def test_parts_have_the_columns_of_one_process(tmp_path, suffix):
     source, single, merged = (tmp_path / f"{name}{suffix}" for name in ("in", "single", "merged"))
     pagedcli("generate", source, "-o", single, *flags, *CLI_FLAGS)
     folder, loaded = cut(source, tmp_path / "parts", flags={f"run.{name}": value for name, value in names.items()})
-    worker = Worker(folder.path, loaded)
-    for number in folder.missing():
-        worker.run_part(number)
+    make_parts(folder, loaded)
     merge_parts(folder.path, merged)
     with pytest.raises(UsageError, match=f"parts are {suffix} files"):
         merge_parts(folder.path, tmp_path / f"other{'.jsonl' if suffix == '.parquet' else '.parquet'}")
@@ -199,9 +198,7 @@ def test_ids_that_no_vocabulary_has_are_error_rows_and_not_the_end_of_the_run(tm
     prompts = [[-1], [2**63 - 1], [2**70], [1, 2, 3]]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     folder, loaded = cut(tmp_path / "in.jsonl", tmp_path / "parts")
-    worker = Worker(folder.path, loaded)
-    for number in folder.missing():
-        worker.run_part(number)
+    make_parts(folder, loaded)
     merge_parts(folder.path, tmp_path / "merged.jsonl")
     assert [row["error"] is None for row in rows(tmp_path / "merged.jsonl")] == [False, False, False, True]
 
@@ -213,6 +210,9 @@ def test_ids_that_no_vocabulary_has_are_error_rows_and_not_the_end_of_the_run(tm
         (["--reorder", "prefix"], "--reorder"),
         (["--kv-events", "tcp://127.0.0.1:0"], "--kv-events"),
         (["--metrics", "m.prom"], "--metrics"),
+        (["--record", "t.jsonl"], "--record"),
+        (["--deduplicate"], "--deduplicate"),
+        (["--verify", "2"], "--verify"),
         (["--summary-json", "in.jsonl"], "--summary-json and the input are the same file"),
         (["--summary-json", "notes.json"], "notes.json already exists"),
         (["--resume", "--overwrite"], "exclude each other"),

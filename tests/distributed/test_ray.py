@@ -32,13 +32,6 @@ NUM_WORKER_KILLS = int(os.environ.get("PAGEDCLI_WORKER_KILLS", "3"))
 NUM_DRIVER_KILLS = int(os.environ.get("PAGEDCLI_DRIVER_KILLS", "2"))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """An input and the rows of one process."""
-    write_rows(tmp_path / "in.jsonl", 60)
-    return tmp_path
-
-
 def in_one_process(folder, *arguments, name="in.jsonl", out="single.jsonl", expect=3):
     pagedcli("generate", folder / name, "-o", folder / out, *FLAGS, *arguments, expect=expect)
 
@@ -50,13 +43,14 @@ def check_merged(folder, *, expect=3):
     assert not (folder / "parts" / ".work").exists()
 
 
-def test_two_workers_give_the_rows_of_one_process(folder):
-    in_one_process(folder, "--max-tokens", 8)
-    process = start(folder, "--max-tokens", 8)
-    finish(process, folder, expect=3)
-    check_merged(folder)
-    assert said(folder, r"(\d+) of [\d,]+ rows failed") == "11"
-    assert "worker 2" in (folder / "stderr.txt").read_text()
+def test_two_workers_give_the_rows_of_one_process(tmp_path):
+    write_rows(tmp_path / "in.jsonl", 60)
+    in_one_process(tmp_path, "--max-tokens", 8)
+    process = start(tmp_path, "--max-tokens", 8)
+    finish(process, tmp_path, expect=3)
+    check_merged(tmp_path)
+    assert said(tmp_path, r"(\d+) of [\d,]+ rows failed") == "11"
+    assert "worker 2" in (tmp_path / "stderr.txt").read_text()
     assert not descendants(process.pid), "the cluster has ended with its driver"
 
 

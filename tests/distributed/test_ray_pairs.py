@@ -1,5 +1,5 @@
-"""`generate --ray` and each capability that must not change rows: the rows of one process, or refused by name; see
-tests/runner/test_capability_pairs.py."""
+"""`generate --ray` and each capability that must not change rows: the rows of one process; see
+tests/runner/test_capability_pairs.py, and for what is refused test_parts."""
 
 import json
 import sys
@@ -26,12 +26,6 @@ NEUTRAL = {
     "int8 KV": ("--kv-cache-dtype", "int8"),
     "int8 weights": ("--quantization", "int8"),
     "two ranks": ("--tensor-parallel-size", "2"),
-}
-REFUSED = {
-    "recording": (("--record", "t.jsonl"), "--record"),
-    "equal rows once": (("--deduplicate",), "--deduplicate"),
-    "prefix order": (("--reorder", "prefix"), "--reorder"),
-    "verify": (("--verify", "2"), "--verify"),
 }
 
 
@@ -63,12 +57,3 @@ def test_two_workers_give_the_rows_of_one_process_whatever_they_use(name, tmp_pa
     if name == "two ranks":  # which promise no bits
         found, expected = ([row.get("text") for row in each] for each in (found, expected))
     assert found == expected
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_with_ray_is_refused_by_name(name, tmp_path):
-    write(tmp_path)
-    flags, word = REFUSED[name]
-    process = start(tmp_path, "--max-tokens", 8, *flags)
-    finish(process, tmp_path, expect=2)
-    assert word in (tmp_path / "stderr.txt").read_text()

@@ -99,6 +99,21 @@ class EveryGuess(Drafting):
         return True
 
 
+def stop_at(tokens):
+    """Makes stop checkers of a 'stop string' of token ids."""
+
+    def make():
+        seen = []
+
+        def check(token_id):
+            seen.append(token_id)
+            return "stop" if seen[-len(tokens) :] == tokens else None
+
+        return check
+
+    return make
+
+
 def next_token(context, draw):
     """A token that depends on all tokens before it and on the random number."""
     return (sum(context) + len(context) + int(draw * 97)) % 5

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import gguf, random_blocks
-from linear_harness import rounded_by_32
-from quantized_zoo import exact_activations, random_nvfp4, random_weight
+from quantized_zoo import exact_activations, random_nvfp4, random_weight, rounded_by_32
 
 from pagedcli.errors import BackendError, ModelError
 from pagedcli.layers.native_linear import NativeLinear
@@ -82,11 +81,6 @@ def test_the_bits_of_a_row_depend_on_neither_the_other_rows_nor_the_threads(libr
         torch.set_num_threads(1)
 
 
-def test_nvfp4_takes_its_bits_a_byte_per_group_and_a_step_per_256_inputs(library):
-    linear = NativeLinear(library, random_nvfp4(64, 1024), dtype=torch.float32)
-    assert linear.nbytes == 64 * (1024 // 2 + 1024 // 16 + 1024 // 256 * 4)
-
-
 def test_a_gated_layer_and_a_bias_are_those_of_the_dequantized_weight(library):
     weight, bias = random_weight(48, 96), torch.linspace(-900, 900, 48)
     gate, up = (exact_activations(9, 96) @ weight.dequantized(torch.float32).T + bias).chunk(2, -1)
@@ -102,9 +96,16 @@ def test_activations_of_two_bytes_are_rounded_once_more(library, dtype):
     torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=1e-3)
 
 
-def test_weights_take_their_bits_and_three_bytes_per_group_and_row(library):
-    linear = NativeLinear(library, random_weight(64, 1024, group_size=128), dtype=torch.float32)
-    assert linear.nbytes == 64 * (1024 // 2 + 1024 // 128 * 3)
+@pytest.mark.parametrize(
+    ("weight", "more"),  # three bytes per group and row; a byte per group and a step per 256 inputs
+    [
+        (random_weight(64, 1024, group_size=128), 1024 // 128 * 3),
+        (random_nvfp4(64, 1024), 1024 // 16 + 1024 // 256 * 4),
+    ],
+    ids=["4 bits", "nvfp4"],
+)
+def test_weights_take_their_bits_and_their_scales(library, weight, more):
+    assert NativeLinear(library, weight, dtype=torch.float32).nbytes == 64 * (1024 // 2 + more)
 
 
 def test_groups_of_another_size_and_scattered_groups_have_no_kernel(library):

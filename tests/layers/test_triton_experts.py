@@ -13,7 +13,9 @@ from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, route
 from pagedcli.layers.quantized import E2M1
 
 pytest.importorskip("triton")
-
+from pagedcli.layers import triton_experts
+from pagedcli.layers.triton_experts import GroupedExperts, expert_tile
+from pagedcli.layers.triton_products import kernel_weight
 
 ROUTINGS = {
     "renormalized": Routing(3, renormalize=True),
@@ -34,8 +36,6 @@ def logits_of(tokens, num_experts):
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize(("num_experts", "has_router_bias"), [(8, False), (5, True), (70, True)])
 def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_experts, has_router_bias, dtype):
-    from pagedcli.layers import triton_experts
-
     logits, routing = logits_of(9, num_experts).to(dtype), ROUTINGS[name]
     logits[0] = 0.5
     router_bias = torch.arange(num_experts).float().remainder_(3) if has_router_bias else None
@@ -51,8 +51,6 @@ def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_expe
 def test_experts_weighted_among_near_ones_are_those_of_transformers(nearness):
     from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-    from pagedcli.layers import triton_experts
-
     logits = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
     expected, chosen = sparsemixer(logits, nearness / 2, training=False)
     routing = Routing(num_per_token=2, renormalize=False, nearness=nearness)
@@ -66,8 +64,6 @@ def test_experts_weighted_among_near_ones_are_those_of_transformers(nearness):
 @pytest.mark.parametrize(("num_experts", "groups"), [(24, (3, 2, 2)), (64, (8, 4, 2)), (20, (5, 1, 1))])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_groups_of_experts_are_routed_by_the_kernel(name, num_experts, groups, monkeypatch):
-    from pagedcli.layers import triton_experts
-
     logits, routing = logits_of(9, num_experts), replace(ROUTINGS[name], groups=groups)
     logits[0] = 0.5
     router_bias = torch.arange(num_experts).float().remainder_(3) if name == "sigmoid" else None
@@ -85,8 +81,6 @@ def test_groups_of_experts_are_routed_by_the_kernel(name, num_experts, groups, m
 
 @interpreted
 def test_logits_that_are_no_numbers_pick_experts_that_exist():
-    from pagedcli.layers import triton_experts
-
     logits = logits_of(4, 6)
     logits[0], logits[1, 2], logits[2] = float("nan"), float("inf"), -float("inf")
     weights, experts = triton_experts.route(logits, ROUTINGS["softmax"], None)
@@ -118,9 +112,6 @@ def mixture_of(gate_up, down, routing, activation="silu", biases=(None, None), r
 def test_grouped_experts_give_the_weighted_sum(
     tokens, shares, scales, num_experts, routing, activation, width, inner, monkeypatch
 ):
-    from pagedcli.layers import triton_experts
-    from pagedcli.layers.triton_experts import GroupedExperts
-
     monkeypatch.setattr(triton_experts, "_CHOICES_PER_LOOP", 16)
     generator = torch.Generator().manual_seed(3)
 
@@ -148,9 +139,6 @@ def test_grouped_experts_give_the_weighted_sum(
 @interpreted
 @pytest.mark.slow
 def test_experts_of_prompts_in_large_tiles_give_the_weighted_sum():
-    from pagedcli.layers.triton_experts import GroupedExperts, expert_tile
-    from pagedcli.layers.triton_products import kernel_weight
-
     generator = torch.Generator().manual_seed(4)
     gate_up = [torch.randn(96, 72, generator=generator).div(8).half() for _ in range(2)]
     down = [torch.randn(72, 48, generator=generator).div(8).half() for _ in range(2)]
@@ -186,8 +174,6 @@ def of_form(form, out, columns, num_experts):
 @interpreted
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
-    from pagedcli.layers.triton_experts import GroupedExperts
-
     width, inner = 96, 48
     routing, logits = Routing(2, renormalize=True), logits_of(20, 5)
     x = torch.randn(20, width, generator=torch.Generator().manual_seed(20))
@@ -202,9 +188,6 @@ def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["floats", *QUANTIZED])
 def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
-    from pagedcli.layers import triton_experts
-    from pagedcli.layers.triton_experts import GroupedExperts
-
     monkeypatch.setattr(triton_experts, "_LEAST_LENGTH", 128)
     monkeypatch.setattr(triton_experts, "processors_of", lambda _: 132)
     generator, num_experts, width, inner = torch.Generator().manual_seed(7), 8, 416, 288
@@ -234,8 +217,6 @@ def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
 
 @interpreted
 def test_experts_in_different_formats_are_refused():
-    from pagedcli.layers.triton_experts import GroupedExperts
-
     gate_up = [random_weight(64, 32), random_weight(64, 32, bits=8)]
     with pytest.raises(ModelError, match="in different formats"):
         GroupedExperts(gate_up, [torch.zeros(32, 32)] * 2, Routing(1, renormalize=True), activation="silu")

@@ -1,13 +1,12 @@
-"""The Triton kernels of layers without a GPU: equal to their torch twins through the interpreter.
-
-The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
-"""
+"""The Triton kernels of layers without a GPU: equal to their torch twins through the interpreter."""
 
 import pytest
 import torch
 from interpreter import interpreted, noise
 
 pytest.importorskip("triton")
+from pagedcli.layers import basic, triton_layers
+
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -16,8 +15,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 64), (1, 64), (3, 96), (2, 1024), (1, 1)])
 def test_add_rms_norm_equals_its_twin(num_tokens, width, dtype):
-    from pagedcli.layers import basic, triton_layers
-
     x, residual = noise(num_tokens, width, dtype=dtype), noise(num_tokens, width, dtype=dtype, seed=1, scale=3.0)
     weight = noise(width, dtype=dtype, seed=2)
     expected_residual, ours = residual.clone(), residual.clone()
@@ -35,8 +32,6 @@ def test_add_rms_norm_equals_its_twin(num_tokens, width, dtype):
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 16), (1, 16), (3, 96), (2, 2500)])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_silu"])
 def test_activations_equal_their_twins(num_tokens, width, dtype, activation):
-    from pagedcli.layers import basic, triton_layers
-
     gate_up = noise(num_tokens, 2 * width, dtype=dtype, scale=4.0)
     if num_tokens:
         gate_up[0, 0], gate_up[-1, -1] = float("nan"), float("nan")
@@ -56,8 +51,6 @@ def test_activations_equal_their_twins(num_tokens, width, dtype, activation):
     [("same", "same", 1.0, 0.7), ("wide", "wide", 0.3, 1.0), (None, "wide", 1.0, 1.3), (None, None, 2.5, 1.0)],
 )
 def test_what_is_added_may_be_normed_and_multiplied_first_and_the_sum_after(normed, added, multiplier, factor, dtype):
-    from pagedcli.layers import basic, triton_layers
-
     x, residual = noise(3, 96, dtype=dtype), noise(3, 96, dtype=dtype, seed=1, scale=3.0)
     dtypes = {"same": dtype, "wide": torch.float32}
     weight, norm_added = (
@@ -94,8 +87,6 @@ def test_what_is_added_may_be_normed_and_multiplied_first_and_the_sum_after(norm
 def test_rotate_and_store_equals_split_heads_and_write(
     num_heads, num_kv_heads, head_dim, rotated, norm, dtypes, options
 ):
-    from pagedcli.layers import basic, triton_layers
-
     num_tokens, block_size, num_blocks, dtype = 5, 16, 3, dtypes[0]
     qkv = noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     weight = (noise(num_heads + num_kv_heads, head_dim, dtype=dtypes[1], seed=3), 1e-6) if norm else None
@@ -132,8 +123,6 @@ def test_rotate_and_store_equals_split_heads_and_write(
 
 @interpreted
 def test_no_tokens_touch_nothing():
-    from pagedcli.layers import triton_layers
-
     cache = torch.full((1, 1, 16, 8), float("nan"))
     none = torch.empty(0, dtype=torch.int64)
     q = triton_layers.rotate_and_store(

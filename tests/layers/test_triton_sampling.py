@@ -1,8 +1,5 @@
 """Sampling against a definition written out in float64: what the limits keep, how often each token is drawn, ties, and
-logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter.
-
-The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
-"""
+logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter."""
 
 import itertools
 from unittest import mock
@@ -16,6 +13,8 @@ from pagedcli.layers.sampling import SamplingLimits
 from pagedcli.native import load_library
 
 pytest.importorskip("triton")
+from pagedcli.layers import triton_sampling
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -49,8 +48,6 @@ def one(values, row):
 def choose(logits, temperature, uniform, limits=None):
     """By the implementation that this process tests."""
     if INTERPRETED:
-        from pagedcli.layers import triton_sampling
-
         return triton_sampling.choose_tokens(logits, temperature, uniform, limits)
     num_drawn = int(temperature.count_nonzero())
     return sampling.choose_tokens(logits, temperature, uniform, limits, num_drawn=num_drawn)
@@ -58,8 +55,6 @@ def choose(logits, temperature, uniform, limits=None):
 
 def smallest_kept(logits, temperature, limits):
     if INTERPRETED:
-        from pagedcli.layers import triton_sampling
-
         return triton_sampling.smallest_kept(logits, temperature, limits)
     return sampling.floors(logits, temperature, limits)
 
@@ -277,8 +272,6 @@ def test_three_thousand_draws_of_the_kernels_follow_the_definition():
 @interpreted
 @pytest.mark.parametrize("vocab_size", [5, 5000])
 def test_changes_have_the_bits_of_their_twins(vocab_size):
-    from pagedcli.layers import triton_sampling
-
     generator = torch.Generator().manual_seed(3)
     scores = noise(4, vocab_size, scale=5.0)
     rows, places = torch.tensor([3, 0, 1]), torch.tensor([5, 0, 2])

@@ -11,11 +11,20 @@ from interpreter import interpreted
 from quantized_zoo import exact_activations, random_float8, random_weight
 
 from pagedcli.errors import ModelError
-from pagedcli.layers.quantized import E2M1
+from pagedcli.layers.quantized import E2M1, CodedWeight
 from pagedcli.models.gguf.types import TYPES
 from pagedcli.models.gguf.weights import numbers
 
 pytest.importorskip("triton")
+from pagedcli.layers import triton_products
+from pagedcli.layers.triton_products import (
+    UNPACKED_TOKENS,
+    TritonLinear,
+    kernel_weight,
+    linear_constants,
+    unpacked_weight,
+)
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -35,8 +44,6 @@ FP8 = torch.float8_e4m3fn
 )
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_product_is_that_of_the_dequantized_weight(case, tokens):
-    from pagedcli.layers.triton_products import TritonLinear
-
     weight, bias = random_weight(**case), torch.linspace(-9, 9, case["out"])
     x = exact_activations(tokens, case["columns"]) / 127
     exact = x.double() @ weight.dequantized(torch.float32).double().T
@@ -50,8 +57,6 @@ def test_the_product_is_that_of_the_dequantized_weight(case, tokens):
 @pytest.fixture
 def short_parts(monkeypatch):
     """Inputs of these sizes are cut, as those of real models are on a GPU."""
-    from pagedcli.layers import triton_products
-
     monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
     monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
 
@@ -70,8 +75,6 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_parts_of_the_inputs_are_added(form, tokens, short_parts):
-    from pagedcli.layers.triton_products import TritonLinear, kernel_weight, linear_constants
-
     weight = FORMS[form]
     x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
     numbers = weight.dequantized(torch.float32)
@@ -89,8 +92,6 @@ def test_parts_of_the_inputs_are_added(form, tokens, short_parts):
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
 def test_the_company_of_a_row_does_not_change_its_bits(form, short_parts):
-    from pagedcli.layers.triton_products import TritonLinear
-
     linear = TritonLinear(FORMS[form])
     x = exact_activations(40, FORMS[form].dequantized(torch.float32).shape[1]).half() / 127
     assert torch.equal(linear(x), torch.cat([linear(x[:1]), linear(x[1:20]), linear(x[20:])]))
@@ -99,8 +100,6 @@ def test_the_company_of_a_row_does_not_change_its_bits(form, short_parts):
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
 def test_many_tokens_are_multiplied_by_the_unpacked_weight(form):
-    from pagedcli.layers.triton_products import UNPACKED_TOKENS, TritonLinear, kernel_weight, unpacked_weight
-
     weight = FORMS[form]
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(unpacked_weight(kernel_weight([weight]), dtype), weight.dequantized(dtype))
@@ -120,8 +119,6 @@ def by_hardware(linear):
 @pytest.mark.parametrize(("out", "columns", "group_size"), [(40, 128, 64), (33, 200, 200), (70, 96, 32), (33, 62, 62)])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_product_with_fp8_weights_is_that_of_their_float32_values(out, columns, group_size, tokens):
-    from pagedcli.layers.triton_products import TritonLinear
-
     weight, x = random_float8(out, columns, group_size), exact_activations(tokens, columns) / 127
     for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-3), (torch.float16, 1e-3, 1e-2)):
         exact = x.to(dtype).double() @ weight.dequantized(torch.float32).double().T
@@ -132,9 +129,6 @@ def test_the_product_with_fp8_weights_is_that_of_their_float32_values(out, colum
 
 @interpreted
 def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
-    from pagedcli.layers.quantized import CodedWeight
-    from pagedcli.layers.triton_products import TritonLinear
-
     numbers = torch.arange(256, dtype=torch.uint8).view(16, 16)
     is_nan = numbers & 127 == 127
     weight = CodedWeight(numbers.masked_fill(is_nan, 0).view(FP8), 8, torch.ones(16, 1), 0, 16)
@@ -147,8 +141,6 @@ def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
 @interpreted
 @pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if kind.in_triton])
 def test_a_product_has_the_numbers_of_the_file_and_takes_the_bytes_of_the_table(number):
-    from pagedcli.layers.triton_products import TritonLinear
-
     kind, rows = TYPES[number], 40
     raw = random_blocks(gguf.GGMLQuantizationType(number), rows, 512, np.random.default_rng(number))
     module = {"weight": torch.from_numpy(raw).reshape(rows, -1, kind.num_bytes)}

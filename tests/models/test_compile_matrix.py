@@ -9,6 +9,7 @@ import pytest
 from triton_compile import MOST_SPILLS, SHARED_LIMIT
 
 pytest.importorskip("triton")
+from triton_launches import launches_of
 
 BASE = {
     "hidden_act": "silu",
@@ -221,8 +222,6 @@ CASES += [(name, capability, "fp8") for name in OVER_FP8 for capability in WITH_
 @pytest.mark.quick("qwen3-0.6b-(9, 0)-auto")
 @pytest.mark.parametrize(("name", "capability", "kv_cache_dtype"), CASES, ids=lambda value: str(value))
 def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, kv_cache_dtype, tmp_path, monkeypatch):
-    from triton_launches import launches_of
-
     config = (MODELS | FP8_MODELS | HYBRIDS | GEMMA4)[name]
     options = {"capability": capability, "steps": STEPS, "kv_cache_dtype": kv_cache_dtype}
     number = capability[0] * 10 + capability[1]
@@ -281,8 +280,6 @@ SUBSET = "compiles_within and (qwen3-0.6b or qwen3-30b-a3b or awq or qwen3.5-0.8
     ],
 )
 def test_real_sizes_are_launched_on_the_device_within_the_limits_of_a_grid(name, expected, tmp_path, monkeypatch):
-    from triton_launches import launches_of
-
     config = (MODELS | HYBRIDS | GEMMA4)[name]
     launches = launches_of(config, tmp_path / "model", monkeypatch, capability=(9, 0), steps=STEPS)
     assert expected <= {launch.function.__name__ for launch in launches}

@@ -16,7 +16,7 @@ from harness.engine import (
     transformers_logits,
     transformers_tokens,
 )
-from model_zoo import FALLBACK_FAMILIES, cached_model, nested, random_model, tiny_model
+from model_zoo import BASE, FALLBACK_FAMILIES, cached_model, nested, random_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from pagedcli.errors import ModelError
@@ -24,16 +24,7 @@ from pagedcli.models.transformers_fallback import AttentionTrace, refuse_by_conf
 from pagedcli.models.transformers_fallback import read_fallback_spec as read_spec
 from pagedcli.sampling_params import SamplingParams
 
-SMALL = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-}
+SMALL = BASE | {"head_dim": 16}
 
 
 def load(path, **options):
@@ -117,13 +108,8 @@ REFUSED = {
         {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
         "layers that are not plain attention",
     ),
-    "deepseek": (
-        transformers.DeepseekV3Config,
-        {"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
-        "multi-head latent attention",
-    ),
     "bert": (transformers.BertConfig, {}, "also attends to later tokens"),
-    "bloom": (transformers.BloomConfig, {"n_layer": 2, "n_head": 4}, "does not specify max_position_embeddings"),
+    "bloom": (transformers.BloomConfig, {"max_position_embeddings": None}, "does not specify max_position_embeddings"),
     "stablelm": (
         transformers.StableLmConfig,
         {"qk_layernorm": True},

@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 from effort import Effort
 from gguf_files import gguf_twins, split
 from model_zoo import cached_model
@@ -40,8 +41,6 @@ def good(tmp_path_factory):
 
 def everything(path):
     """All that is read of a file."""
-    import torch
-
     spec = read_spec(path)
     parameters = decoder_parameters(spec, weight_format(None, spec))
     open_weights(path, "auto", 0, spec).load(

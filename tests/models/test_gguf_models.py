@@ -14,6 +14,7 @@ from safetensors import numpy
 from safetensors.torch import load_file, save_file
 
 from pagedcli.errors import MissingModelError, ModelError
+from pagedcli.models.gguf.types import TYPES
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.reading import read_spec
 from pagedcli.sampling_params import SamplingParams
@@ -49,23 +50,7 @@ def test_a_file_gives_the_tokens_of_the_folder_it_was_made_from(family, tmp_path
     check_tokens(plain, path)
 
 
-QUANTIZED = (
-    "Q8_0",
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-    "Q2_K",
-    "Q3_K",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "IQ4_NL",
-    "IQ4_XS",
-    "MXFP4",
-    "NVFP4",
-    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"),
-)
+QUANTIZED = [kind.name for kind in TYPES.values() if not kind.is_float]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
 
 
@@ -74,20 +59,6 @@ def test_widened_weights_give_the_tokens_of_their_numbers(kind, tmp_path):
     """Every linear layer, the embedding and the output layer in one type; in float32 without the CPU kernels."""
     path, plain = gguf_twins(tiny_model("llama", tmp_path / "source", **WIDE), tmp_path, type_of=lambda name: kind)
     check_tokens(plain, path, attention_backend="sdpa")
-
-
-def mixed(name):
-    """Q4_K with some Q6_K, as in a Q4_K_M file."""
-    if name.startswith(("token_embd", "output")):
-        return "Q6_K"
-    return "Q6_K" if "blk.1." in name and ("attn_v" in name or "ffn_down" in name) else "Q4_K"
-
-
-def test_the_weights_of_a_layer_may_have_different_types(tmp_path):
-    source = tiny_model("qwen3", tmp_path / "source", **WIDE, head_dim=64)
-    path, plain = gguf_twins(source, tmp_path, type_of=mixed)
-    check_tokens(plain, path, attention_backend="sdpa")
-    assert read_spec(path).quantization.name.startswith("GGUF: Q4_K ")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])

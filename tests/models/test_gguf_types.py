@@ -23,18 +23,14 @@ def test_every_type_of_the_package_is_read_or_refused_by_name():
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (kind.block, kind.num_bytes)
 
 
-def blocks(kind, rows, per_row, seed=0):
-    """Random bytes, so every scale occurs: huge and subnormal ones, infinities and NaN."""
-    raw = np.random.default_rng(seed).integers(0, 256, (rows, per_row, kind.num_bytes), dtype=np.uint8)
-    if kind.name == "NVFP4":
-        raw[..., :4] &= 127  # scales without signs
-    return raw
-
-
 @pytest.mark.parametrize("number", TYPES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_numbers_equal_those_of_the_package_in_every_bit(number):
-    kind, raw = TYPES[number], blocks(TYPES[number], 64, 40)
+    """Of random bytes, so every scale occurs: huge and subnormal ones, infinities and NaN."""
+    kind = TYPES[number]
+    raw = np.random.default_rng(0).integers(0, 256, (64, 40, kind.num_bytes), dtype=np.uint8)
+    if kind.name == "NVFP4":
+        raw[..., :4] &= 127  # scales without signs
     if kind.name == "F32":
         expected = raw.reshape(64, -1).view(np.float32)
     elif kind.name == "F16":

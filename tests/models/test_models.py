@@ -20,14 +20,11 @@ from safetensors.torch import load_file
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ConfigError
-from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models import cpu_decoder, decoder
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import Decoder
-from pagedcli.models.formats import FORMATS, StoredTensor
+from pagedcli.models.formats import FORMATS
 from pagedcli.models.reading import read_spec
-from pagedcli.models.sharding import shard_parameters
-from pagedcli.models.tensors import Parameter, RankPart
 
 CPU = torch.device("cpu")
 FAMILIES = [*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *DATA_FAMILIES, *RECURRENT_FAMILIES]
@@ -88,22 +85,6 @@ def test_weight_bytes_are_those_of_the_checkpoint(family, tmp_path_factory):
     assert model.notes == ()
 
 
-def test_yarn_mscale_and_untruncated_borders_equal_transformers(tmp_path):
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 50000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 20.0,
-        "beta_slow": 2.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-        "truncate": False,
-    }
-    path = tiny_model("llama", tmp_path, rope_parameters=rope)
-    assert_same_logits(logits_of(path, "reference", chunk=None), transformers_logits(path))
-
-
 def test_longrope_past_its_original_length_is_transformers_for_sequences_that_long(tmp_path_factory, tmp_path):
     """Original length 16: transformers takes the long factors for all positions of sequences of 20 and 33 tokens."""
     options = {"original_max_position_embeddings": 16}
@@ -140,23 +121,6 @@ def test_the_first_decoder_that_can_run_a_model_does_and_each_that_cannot_says_w
         ConfigError, match="no decoder runs Qwen3ForCausalLM with weights int8: native in one call: needs"
     ):
         load_model(path, spec, backend=ReferenceAttention(), dtype=torch.float32, device=CPU, quantization="int8")
-
-
-def test_a_rank_keeps_whole_elements_of_packed_weights(tmp_path_factory):
-    """8 four-bit numbers of an int32, or a group that shares a scale, are never split."""
-    packed = StoredTensor("qweight", torch.int32, out_dim=1, in_dim=0, in_per=8)
-    scales = StoredTensor("scales", out_dim=1, in_dim=0, in_per=32)
-    assert packed.shape(48, 64) == (8, 48)
-    assert scales.shape(48, 64) == (2, 48)
-    down = {stored.suffix: Parameter({"down_proj": stored.shape(48, 64)}, stored=stored) for stored in (packed, scales)}
-    spec = read_spec(cached_model("qwen3", tmp_path_factory))
-    parts = shard_parameters(
-        {f"layers.0.down.{key}": value for key, value in down.items()}, spec, ParallelContext(1, 2)
-    )
-    assert [parameter.shape for parameter in parts.values()] == [(4, 48), (1, 48)]
-    assert [parameter.parts["down_proj"] for parameter in parts.values()] == [RankPart(0, 4, 8), RankPart(0, 1, 2)]
-    with pytest.raises(ConfigError, match="groups of 32 that 'scales' holds"):
-        shard_parameters({"layers.0.down.scales": down["scales"]}, spec, ParallelContext(1, 4))
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.engine import loaded, logits_of, planned_and_made
+from model_zoo import BASE
 from quantized_zoo import mxfp4_twins, numbers_of, random_mxfp4
 
 CPU = torch.device("cpu")
@@ -68,17 +69,9 @@ print(process_memory() - before, most - before, model.weight_bytes)
 def test_packed_experts_leave_no_copy_in_memory(tmp_path):
     """Nor while the model is loaded. Of tensors of 4 MiB, which malloc takes from its heap after the first ones: freed,
     they stayed in memory."""
-    config = {"hidden_size": 2048, "intermediate_size": 1440, "num_hidden_layers": 4, "num_local_experts": 32}
-    spec = {
-        "model_type": "gpt_oss",
-        "vocab_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, **spec, "quantization_config": {"quant_method": "mxfp4"}})
-    )
+    sizes = {"hidden_size": 2048, "intermediate_size": 1440, "num_hidden_layers": 4, "num_local_experts": 32}
+    content = {"model_type": "gpt_oss", "head_dim": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, **sizes, **content}))
     made = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path, str(Path(__file__).parents[1])],
         capture_output=True,

@@ -6,13 +6,15 @@ import pytest
 import torch
 import transformers
 from harness.engine import assert_same_logits, loaded, logits_of, ragged_sequences
-from model_zoo import cached_model, nested, tiny_model
+from model_zoo import BASE, cached_model, nested, tiny_model
 from quantized_zoo import float8, quantized_twins
 from safetensors.torch import load_file, save_file
 
-from pagedcli.errors import ModelError
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope_tables import query_scales
+from pagedcli.models.sharding import shard_spec
 
 SEQUENCES, _ = ragged_sequences()
 OTHERS = {"vision_tower.patch.weight": torch.zeros(2), "multi_modal_projector.linear_1.weight": torch.zeros(3)}
@@ -37,10 +39,7 @@ def test_the_language_model_is_read_under_its_published_names(family, architectu
     assert_same_logits(logits_of(whole), logits_of(path), atol=0)
 
 
-_TEXT = {
-    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0},
-}
+_TEXT = BASE | {"num_hidden_layers": 3}
 _SECTIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 _VISION = {
     "depth": 1,
@@ -182,9 +181,5 @@ def test_a_pattern_of_letters_says_which_layers_slide(tmp_path, tmp_path_factory
 
 
 def test_stacked_projections_are_not_split(tmp_path):
-    from pagedcli.errors import ConfigError
-    from pagedcli.layers.parallel import ParallelContext
-    from pagedcli.models.sharding import shard_spec
-
     with pytest.raises(ConfigError, match="stacks its projections"):
         shard_spec(read_spec(tiny_model("glm", tmp_path)), ParallelContext(0, 2))

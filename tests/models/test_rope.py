@@ -30,17 +30,11 @@ ROPES = {
 }
 
 
-def both(parameters, tmp_path):
-    """transformers' rotary module and our RopeSpec for the same parameters."""
-    config = LlamaConfig(
-        hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=512, rope_parameters=dict(parameters)
-    )
-    return LlamaRotaryEmbedding(config), read_rope_spec({"rope_parameters": parameters}, 512)
-
-
 @pytest.mark.parametrize("name", ROPES)
-def test_frequencies_and_table_equal_transformers_to_the_last_bit(name, tmp_path):
-    theirs, rope = both(ROPES[name], tmp_path)
+def test_frequencies_and_table_equal_transformers_to_the_last_bit(name):
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": 512}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(ROPES[name])))
+    rope = read_rope_spec({"rope_parameters": ROPES[name]}, 512)
     assert torch.equal(inverse_frequencies(rope, HEAD_DIM, 512), theirs.inv_freq)
     assert rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
     positions = torch.tensor([0, 1, 7, 127, 128, 511])

@@ -1,10 +1,8 @@
 """A request's tokens, beams and log-probabilities are the same bits whatever the block size, the chunks, the size of
 the batch and the other requests: on this processor's instructions and on emulated tile registers."""
 
-import os
-
 import pytest
-from conftest import forget_library
+from conftest import forget_library, needs_compiler
 from harness.engine import ragged_prompts
 from model_zoo import tiny_model
 
@@ -14,9 +12,7 @@ from pagedcli.native.paths import Path, bf16_path
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.skipif(
-    not any(os.access(f"/usr/bin/{name}", os.X_OK) for name in ("c++", "g++", "clang++")), reason="no C++ compiler here"
-)
+pytestmark = needs_compiler
 
 # in bfloat16 many logits are equal: what is listed depends on how ties are ordered
 KINDS = [

@@ -9,16 +9,16 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, bf16_path, int8_path, measure_peaks
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [(torch.bfloat16, None), (torch.bfloat16, "int8")])
+@pytest.mark.parametrize(
+    ("paths", "path_of", "quantization"), [(BF16_PATHS, bf16_path, None), (INT8_PATHS, int8_path, "int8")]
+)
 @pytest.mark.machine
-def test_no_product_is_much_faster_than_the_peak_of_its_path(library, dtype, quantization):
-    paths, used = (
-        (BF16_PATHS, bf16_path(library.functions))
-        if quantization is None
-        else (INT8_PATHS, int8_path(library.functions))
+def test_no_product_is_much_faster_than_the_peak_of_its_path(library, paths, path_of, quantization):
+    linear, used = (
+        NativeLinear(library, torch.randn(512, 1024).bfloat16(), quantization=quantization),
+        path_of(library.functions),
     )
-    linear = NativeLinear(library, torch.randn(512, 1024).to(dtype), quantization=quantization)
-    x, seconds = torch.randn(64, 1024).to(dtype), []
+    x, seconds = torch.randn(64, 1024).bfloat16(), []
     for _ in range(30):
         before = time.perf_counter()
         linear(x)

@@ -6,13 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import forget_library
+from conftest import forget_library, needs_compiler
 
 from pagedcli.errors import BackendError
 from pagedcli.native import build, load_library, prebuilt
 
 ZEN4 = frozenset(next(each.needs for each in prebuilt.TARGETS if each.name == "avx512-bf16"))
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ ALL = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.c
 def test_a_quota_limits_the_cores(tmp_path, text, expected):
     (tmp_path / "cpu.max").write_text(text + "\n")
     assert usable_cores(tmp_path) == expected
+    assert usable_cores(tmp_path / "absent") == ALL
 
 
 def test_a_quota_of_cgroup_version_1(tmp_path):
@@ -26,10 +27,6 @@ def test_a_quota_of_cgroup_version_1(tmp_path):
     for quota, expected in (("-1", ALL), ("100000", 1)):
         (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota + "\n")
         assert usable_cores(tmp_path) == expected
-
-
-def test_without_a_readable_limit_the_affinity_mask_counts(tmp_path):
-    assert usable_cores(tmp_path / "absent") == ALL
 
 
 def test_threads_are_lowered_and_never_raised():

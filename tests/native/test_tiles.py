@@ -1,7 +1,6 @@
 """Kernels for tile registers (AMX), emulated in plain C++: right, invariant, in the layout of every other path."""
 
 import ctypes
-import os
 import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
-from conftest import forget_library
+from conftest import forget_library, needs_compiler
 from harness.engine import logits_of, transformers_logits
 from model_zoo import tiny_model
 from quantized_zoo import random_weight
@@ -22,9 +21,7 @@ from pagedcli.native.paths import Path, bf16_path, int8_path, path_notes
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(
-    not any(os.access(f"/usr/bin/{name}", os.X_OK) for name in ("c++", "g++", "clang++")), reason="no C++ compiler here"
-)
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,18 +121,13 @@ def test_block_sizes_chunks_and_company_never_change_a_bit_of_attention(emulated
         assert torch.equal(results(block_size), expected), block_size
 
 
-def tile_counts(emulated):
-    """Configurations, loads, stores and products since the last call."""
-    counts = (ctypes.c_int64 * 4)()
-    emulated.functions.native_tile_counts(counts)
-    return list(counts)
-
-
 def test_products_that_the_mask_hides_are_not_computed(emulated):
     case = Case([(512, 512)], 16, 2, 1, 64, BF16)
-    tile_counts(emulated)
+    counts = (ctypes.c_int64 * 4)()  # configurations, loads, stores and products since the last call
+    emulated.functions.native_tile_counts(counts)
     attention(case, emulated)
-    products = tile_counts(emulated)[3]
+    emulated.functions.native_tile_counts(counts)
+    products = counts[3]
     # of 16 rows and 16 keys: 64 / 32 steps of scores; of 16 rows and 32 keys: 64 / 16 columns of values
     whole = 64 * 32 * 2 + 64 * 16 * 4
     assert products < 0.56 * whole, "half of all, and the ends of what some rows of a pass see"
@@ -168,16 +160,6 @@ def test_linear_is_right_to_rounding(emulated, gated):
     torch.testing.assert_close(ours.double(), exact, atol=0.1, rtol=0.02)
 
 
-@contextmanager
-def l2_cache(emulated, num_bytes):
-    """Pretend that each core has an L2 cache of this size."""
-    emulated.functions.native_pretend_l2_bytes(ctypes.c_int64(num_bytes))
-    try:
-        yield
-    finally:
-        emulated.functions.native_pretend_l2_bytes(ctypes.c_int64(0))
-
-
 @pytest.mark.parametrize("path", [Path.BF16_TILES, None], ids=["tiles", "vectors"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_size_of_the_cache_changes_no_bit(emulated, quantization, path):
@@ -185,9 +167,9 @@ def test_size_of_the_cache_changes_no_bit(emulated, quantization, path):
     linear = NativeLinear(emulated, weight, quantization=quantization)
     with avoiding(emulated.functions, *(() if path else (Path.BF16_TILES, Path.INT8_TILES))):
         results = []
-        for num_bytes in (0, 1 << 12, 1 << 20, 1 << 26):
-            with l2_cache(emulated, num_bytes):
-                results.append(linear(x))
+        for num_bytes in (1 << 12, 1 << 20, 1 << 26, 0):  # as if each core had such an L2 cache; 0: its own
+            emulated.functions.native_pretend_l2_bytes(ctypes.c_int64(num_bytes))
+            results.append(linear(x))
     assert all(torch.equal(results[0], result) for result in results)
 
 

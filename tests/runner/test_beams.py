@@ -146,17 +146,6 @@ def test_what_beam_search_does_not_do_is_refused(options, words):
         SamplingParams(beam_width=2, **options)
 
 
-def test_beams_that_can_never_fit_are_refused(model):
-    engine = make_engine(model, max_num_seqs=3, num_kvcache_blocks=10, block_size=4)
-    engine.add_request("fits", [1] * 9, SamplingParams(beam_width=3, max_tokens=4))  # 2 shared blocks, 3 x 1 own
-    with pytest.raises(RequestError, match="needs 11 blocks of 4 tokens, the pool has 10"):
-        engine.add_request("large", [1] * 9, SamplingParams(beam_width=3, max_tokens=12))
-    with pytest.raises(RequestError, match="beam_width is 4, but max_num_seqs is 3"):
-        engine.add_request("wide", [1], SamplingParams(beam_width=4))
-    engine.add_request("longest", [1] * 9, SamplingParams(beam_width=3, max_tokens=None))
-    assert [len(sample.token_ids) for sample in finish(engine)["longest"].samples] == [8]
-
-
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [

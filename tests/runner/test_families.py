@@ -5,7 +5,6 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from bit_settings import by_default
 from harness.engine import make_engine, ragged_prompts, run, transformers_tokens
 from model_zoo import (
@@ -38,16 +37,9 @@ def windowed_prompts():
     return [*tails[:4], shared + tails[4], shared + tails[5]]
 
 
-@torch.inference_mode()
 def tokens_alone(path, prompts, num_new):
     """Greedy tokens of transformers, each prompt alone: padding passes through convolutions with a bias."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
-    ids = (torch.tensor([prompt]) for prompt in prompts)
-    return [model.generate(each, **options)[:, each.shape[1] :].tolist() for each in ids]
+    return [row for prompt in prompts for row in transformers_tokens(path, [prompt], num_new)]
 
 
 @dataclass
@@ -189,12 +181,18 @@ def test_three_samples_of_a_prompt_share_its_blocks_and_state_and_are_the_tokens
     assert found == [3 * sample for sample in case.expected]
 
 
-@pytest.mark.slow
+@pytest.mark.quick("mistral-window")
 @pytest.mark.parametrize(
-    "name", ["ministral3", "glm4", "exaone4", "deepseek_v3", "cohere2_moe", "minimax_m2", "gemma4-e2b"]
+    ("name", "changes"),
+    [
+        *((name, {}) for name in ("ministral3", "glm4", "exaone4", "deepseek_v3", "cohere2_moe", "minimax_m2")),
+        ("gemma4-e2b", {}),
+        *((name, {"sliding_window": 24}) for name in ("mistral", "gemma2")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "window" * bool(value),
 )
-def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_path_factory):
-    path = cached_model(name, tmp_path_factory)
+def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, changes, tmp_path):
+    path = tiny_model(name, tmp_path, **changes)
     for params in (
         SamplingParams(n=3, temperature=1.0, max_tokens=40, seed=1, ignore_eos=True),
         SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True),
@@ -205,7 +203,7 @@ def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_pa
             {"num_kvcache_blocks": 150, "attention_backend": "reference"},
         ]
         engines = (make_engine(path, block_size=4, max_model_len=160, **each) for each in variants)
-        found = [run(engine, KINDS["layers"].prompts[:3], params) for engine in engines]
+        found = [run(engine, KINDS["windows"].prompts[:3], params) for engine in engines]
         assert found[0] == found[1] == found[2]
 
 
@@ -222,13 +220,3 @@ def test_samples_and_steps_ahead_on_padded_batches_give_the_same_tokens(name, tm
         runner.model, runner.state, runner.parallel, max_model_len=runner.limits.max_model_len, capture=False
     )
     assert run(engine, prompts, params) == expected
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_beams_of_a_model_with_windows_do_not_depend_on_the_pool(name, tmp_path):
-    path, prompts = tiny_model(name, tmp_path, sliding_window=24), KINDS["windows"].prompts[:3]
-    params = SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True)
-    config = {"block_size": 4, "max_model_len": 160, "num_kvcache_blocks": 400}
-    expected = run(make_engine(path, **config, enable_prefix_caching=False), prompts, params)
-    config |= {"num_kvcache_blocks": 150, "chunked_prefill_size": 7}
-    assert run(make_engine(path, **config), prompts, params) == expected

@@ -161,15 +161,6 @@ def test_private_requests_neither_read_nor_write(path, tmp_path):
     assert outcome(engine_with(path, tmp_path), prompts, is_private=True)[1].num_read_blocks == 0
 
 
-def test_a_salt_finds_only_its_own_blocks(path, tmp_path):
-    prompts = ragged_prompts(vocab_size=100)
-    outcome(engine_with(path, tmp_path), prompts, cache_salt="a")
-    assert outcome(engine_with(path, tmp_path), prompts, cache_salt="b")[1].num_read_blocks == 0
-    assert outcome(engine_with(path, tmp_path), prompts)[1].num_read_blocks == 0
-    assert outcome(engine_with(path, tmp_path), prompts, cache_salt="a")[1].num_read_blocks > 0
-    assert not any(b"salt-text" in file.read_bytes() for file in tmp_path.iterdir())
-
-
 QUICK_BYTES = [(model, "plain", 1) for model in ("dense", "window in some layers", "gated delta")]
 MORE_BYTES = {(*case, threads) for case in ALL for threads in (1, 2)} - set(QUICK_BYTES)
 

@@ -143,27 +143,18 @@ LOOPS = [
     ("dense", {"chunked_prefill_size": 8}),  # the last piece of a prompt that two samples share is one token: a graph
     ("recurrent", {"num_state_slots": 10, "chunked_prefill_size": 9}),
     ("shared K/V", {"num_kvcache_blocks": 14, "enforce_eager": True}),  # preempted
+    *((kind, {"dtype": "float16"}) for kind in [*KINDS][:7]),  # latents: a draw between two tokens
 ]
 
 
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), LOOPS, ids=str)
-def test_all_that_a_row_may_ask_in_other_loops_and_pools(kind, options, tmp_path, gpu):
+def test_all_that_a_row_may_ask_in_other_loops_pools_and_half_precision(kind, options, tmp_path, gpu):
     family, sizes = KINDS[kind]
     path = tiny_model(family, tmp_path / "model", **sizes)
-    expected = answers(path)
-    assert answers(path, gpu, **options) == {name: pytest.approx(each, abs=2e-3) for name, each in expected.items()}
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS][:7])  # latents: a draw between two tokens
-def test_all_that_a_row_may_ask_in_half_precision(kind, tmp_path, gpu):
-    family, sizes = KINDS[kind]
-    path = tiny_model(family, tmp_path / "model", **sizes)
-    found, expected = answers(path, gpu, dtype="float16"), answers(path, dtype="float16")
-    assert found == {name: pytest.approx(numbers, abs=3e-2) for name, numbers in expected.items()}
+    expected, allowed = (answers(path, dtype="float16"), 3e-2) if "dtype" in options else (answers(path), 2e-3)
+    assert answers(path, gpu, **options) == {name: pytest.approx(each, abs=allowed) for name, each in expected.items()}
 
 
 @interpreted

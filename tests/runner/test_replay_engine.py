@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 from bit_settings import by_default
+from harness.core import stop_at
 from harness.engine import make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,21 +104,6 @@ def test_the_figures_of_the_fold_are_those_of_the_engine(model):
 # ---------------------------------------------------------------------- one step ahead
 
 
-def stop_at(text):
-    """A checker of a 'stop string' of token ids."""
-
-    def make():
-        seen = []
-
-        def check(token_id):
-            seen.append(token_id)
-            return "stop" if seen[-len(text) :] == text else None
-
-        return check
-
-    return make
-
-
 def results_of(path, requests, *, ahead, arrivals=None, **config):
     """All samples' results by (request, index), and the engine; the pool is compared with its events at every step."""
     checker = TraceChecker()
@@ -165,51 +151,30 @@ request = st.tuples(
     params,
     st.none() | st.lists(st.integers(3, 11), min_size=2, max_size=2),
 )
+configs = st.fixed_dictionaries(
+    {
+        "num_kvcache_blocks": st.integers(9, 14),
+        "block_size": st.just(2),
+        "max_num_seqs": st.integers(1, 5),
+        "max_num_batched_tokens": st.just(12),
+        "chunked_prefill_size": st.none() | st.integers(1, 5),
+        "enable_prefix_caching": st.booleans(),
+        "preemption_policy": st.sampled_from(["last", "largest"]),
+    }
+)
 
 
 @pytest.mark.long
 @pytest.mark.bits
 @settings(max_examples=50, deadline=None)
-@given(
-    requests=st.lists(request, min_size=1, max_size=7),
-    num_blocks=st.integers(9, 14),
-    max_num_seqs=st.integers(1, 5),
-    chunk=st.none() | st.integers(1, 5),
-    caching=st.booleans(),
-    policy=st.sampled_from(["last", "largest"]),
-    arrivals=st.integers(1, 7),
-)
-def test_one_step_ahead_gives_the_tokens_of_the_plain_loop(
-    model, requests, num_blocks, max_num_seqs, chunk, caching, policy, arrivals
-):
-    config = {
-        "num_kvcache_blocks": num_blocks,
-        "block_size": 2,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": 12,
-        "chunked_prefill_size": chunk,
-        "enable_prefix_caching": caching,
-        "preemption_policy": policy,
-    }
+@given(requests=st.lists(request, min_size=1, max_size=7), config=configs, arrivals=st.integers(1, 7))
+def test_one_step_ahead_gives_the_tokens_of_the_plain_loop(model, requests, config, arrivals):
     plain, _ = results_of(model, requests, ahead=False, **config)
     ahead, _ = results_of(model, requests, ahead=True, arrivals=arrivals, **config)
     for key, (token_ids, ending, logprobs) in plain.items():
         assert ahead[key][:2] == (token_ids, ending)
         assert [p[0] for p in ahead[key][2]] == [p[0] for p in logprobs]
         assert [p[1] for p in ahead[key][2]] == pytest.approx([p[1] for p in logprobs], abs=1e-4)
-
-
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-def test_steps_are_launched_before_the_last_tokens_are_read(model):
-    requests = [([3, 4, 5], GREEDY, None)] * 3
-    _, plain = results_of(model, requests, ahead=False, max_num_seqs=4)
-    _, ahead = results_of(model, requests, ahead=True, max_num_seqs=4)
-    assert plain.num_steps_ahead == 0
-    assert ahead.num_steps_ahead == 19
-    assert ahead.num_discarded_tokens == 0
-    assert ahead.stats.num_generated_tokens == plain.stats.num_generated_tokens == 60
 
 
 @pytest.mark.bits

@@ -17,16 +17,8 @@ VOCAB = 40
 
 
 def make_seq(prompt=(1, 2), output=(), *, seed=0, sample_index=0, eos=(), **params):
-    seq = Sequence(
-        0,
-        "r",
-        list(prompt),
-        SamplingParams(max_tokens=100, **params),
-        max_new_tokens=100,
-        seed=seed,
-        sample_index=sample_index,
-        eos_token_ids=frozenset(eos),
-    )
+    given = {"seed": seed, "sample_index": sample_index, "eos_token_ids": frozenset(eos)}
+    seq = Sequence(0, "r", list(prompt), SamplingParams(max_tokens=100, **params), max_new_tokens=100, **given)
     for token in output:
         seq.append_token(token)
     return seq

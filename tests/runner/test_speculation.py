@@ -3,7 +3,7 @@
 import pytest
 from bit_settings import by_default
 from harness.core import EveryGuess, Oracle, finish
-from harness.engine import ragged_prompts
+from harness.engine import make_engine, ragged_prompts
 from model_zoo import cached_model, tiny_model
 
 from pagedcli.config import EngineConfig
@@ -108,14 +108,11 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.bits
-def test_models_with_recurrent_state_keep_their_bits(tmp_path_factory):
-    same_with_drafts(cached_model("qwen3_5", tmp_path_factory), [0.3])
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("limits", [ROOMY, TINY], ids=["roomy", "tiny"])
-def test_tokens_and_log_probabilities_are_the_same_bits(path, limits):
-    same_with_drafts(path, [0.3], pools=(limits,))
+@pytest.mark.parametrize(
+    ("family", "limits"), [("qwen3", ROOMY), ("qwen3", TINY), ("qwen3_5", ROOMY)], ids=["roomy", "tiny", "state"]
+)
+def test_tokens_and_log_probabilities_are_the_same_bits(family, limits, tmp_path_factory):
+    same_with_drafts(cached_model(family, tmp_path_factory), [0.3], pools=(limits,))
 
 
 MODELS = {
@@ -168,15 +165,13 @@ def test_drafts_from_the_text_are_taken_where_it_repeats_itself(path):
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "why"),
+    ("config", "why"),
     [
-        ("qwen3", {"attention_backend": "sdpa"}, "no equal bits are promised with attention backend sdpa"),
-        ("qwen3", {"async_scheduling": True}, "async_scheduling launches a step before"),
+        ({"attention_backend": "sdpa"}, "no equal bits are promised with attention backend sdpa"),
+        ({"async_scheduling": True}, "async_scheduling launches a step before"),
     ],
 )
-def test_where_nothing_is_guessed_the_plan_says_why(family, config, why, tmp_path_factory):
-    model = cached_model(family, tmp_path_factory)
-    config = {"num_kvcache_blocks": 20, "max_num_seqs": 2, "max_model_len": 64, **config}
-    plan = LLMEngine(EngineConfig(model=str(model), device="cpu", speculation="ngram", **config)).plan
+def test_where_nothing_is_guessed_the_plan_says_why(path, config, why):
+    plan = make_engine(path, speculation="ngram", num_kvcache_blocks=20, **config).plan
     assert plan.speculation == "off"
     assert why in plan.no_drafts

@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -116,30 +115,32 @@ def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, clo
     assert split.model.weight_bytes < (0.62 if latents else 0.6) * alone.model.weight_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker through Linux's /proc")
-def test_rows_written_before_a_worker_died_are_kept_and_resumed(tmp_path):
-    prompts, out, reference = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "reference.jsonl"))
-    prompts.write_text("".join(f'{{"prompt": "The old man number {i} went"}}\n' for i in range(24)))
-    options = ["--device", "cpu", "--dtype", "float32", "--max-tokens", "24", "--max-num-seqs", "2", "--ignore-eos"]
-
-    def command(path, *more):
-        return [sys.executable, "-m", "pagedcli", "generate", str(prompts), "-o", str(path), *options, *more]
-
-    journal = out.with_name(out.name + ".partial")
-    run_cut_short = subprocess.Popen(command(out, "--tensor-parallel-size", "2"), stderr=subprocess.PIPE, text=True)
-    children = Path(f"/proc/{run_cut_short.pid}/task/{run_cut_short.pid}/children")
-    while run_cut_short.poll() is None and not (journal.exists() and journal.read_text().count("\n") > 3):
+def writing(folder, num_rows, *options):
+    """A run of two ranks that has written some rows of folder/out.jsonl: its command without output and ranks, its
+    process, its workers."""
+    prompts, out = folder / "prompts.jsonl", folder / "out.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "The old man number {i} went"}}\n' for i in range(num_rows)))
+    options = ["--device", "cpu", "--max-num-seqs", "2", "--ignore-eos", *options]
+    command, journal = [sys.executable, "-m", "pagedcli", "generate", prompts, *options], folder / "out.jsonl.partial"
+    ranks = ["-o", out, "--tensor-parallel-size", "2"]
+    process = subprocess.Popen([*command, *ranks], stderr=subprocess.PIPE, text=True, process_group=0)
+    while process.poll() is None and not (journal.exists() and journal.read_text().count("\n") > 3):
         time.sleep(0.02)
-    for worker in children.read_text().split():
-        os.kill(int(worker), signal.SIGKILL)
+    return command, process, psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.slow
+def test_rows_written_before_a_worker_died_are_kept_and_resumed(tmp_path):
+    out, reference = tmp_path / "out.jsonl", tmp_path / "reference.jsonl"
+    command, run_cut_short, [worker] = writing(tmp_path, 24, "--dtype", "float32", "--max-tokens", "24")
+    worker.kill()
     errors = run_cut_short.communicate(timeout=60)[1]
     assert run_cut_short.returncode == 1, errors
     assert "tensor-parallel worker 1 of 2" in errors
     assert "--resume" in errors
     assert not out.exists()
-    for each in (command(out, "--resume"), command(reference)):
-        subprocess.run(each, check=True, capture_output=True)
+    for more in (["-o", out, "--resume"], ["-o", reference]):
+        subprocess.run([*command, *more], check=True, capture_output=True)
     texts = [[json.loads(line)["text"] for line in path.read_text().splitlines()] for path in (out, reference)]
     assert texts[0] == texts[1]
     assert len(texts[0]) == 24
@@ -357,24 +358,14 @@ def test_a_main_thread_stuck_with_a_dead_worker_ends_the_process(model, monkeypa
 
 @pytest.mark.slow
 def test_ctrl_c_of_all_processes_ends_all_and_keeps_the_rows(tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "The old man number {i} went"}}\n' for i in range(200)))
-    options = ["--device", "cpu", "--max-tokens", "8", "--max-num-seqs", "2", "--ignore-eos"]
-    command = [sys.executable, "-m", "pagedcli", "generate", str(prompts), "-o", str(out), *options]
-    journal = out.with_name(out.name + ".partial")
-    with subprocess.Popen(
-        [*command, "--tensor-parallel-size", "2"], stderr=subprocess.PIPE, text=True, process_group=0
-    ) as process:
-        while process.poll() is None and not (journal.exists() and journal.read_text().count("\n") > 3):
-            time.sleep(0.02)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 1
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        errors = process.communicate(timeout=LONG_WAIT_S)[1]
+    _, process, children = writing(tmp_path, 200, "--max-tokens", "8")
+    assert len(children) == 1
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    errors = process.communicate(timeout=LONG_WAIT_S)[1]
     assert process.returncode == 130, errors
     assert "--resume" in errors
     assert "Traceback" not in errors
-    assert journal.read_text().count("\n") > 3
+    assert (tmp_path / "out.jsonl.partial").read_text().count("\n") > 3
     assert not psutil.wait_procs(children, timeout=LONG_WAIT_S)[1]
 
 

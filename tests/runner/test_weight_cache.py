@@ -104,14 +104,6 @@ def test_a_changed_byte_is_found_and_replaced(path, kept):
         assert outcome(path)[1][0].startswith("packed weights are those kept")
 
 
-def test_a_cut_file_is_replaced(path, kept):
-    outcome(path)
-    [file] = kept.iterdir()
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "for the next start" in outcome(path)[1][-1]
-    assert "are those kept" in outcome(path)[1][0]
-
-
 def test_a_folder_that_others_can_write_to_is_not_used(path, kept):
     first = outcome(path)
     kept.chmod(0o770)
