@@ -1,6 +1,9 @@
-"""Messages as vLLM sends them, from short descriptions."""
+"""Messages as vLLM sends them, from short descriptions; recordings of them, and what their fold gives."""
 
 import msgspec
+from pagedcli.kvevents.fold import KVState
+
+from pagedcli.kvevents.capture import CaptureWriter
 
 
 def stored(*hashes, parent=None, tokens=None, block_size=2, **fields):
@@ -24,3 +27,23 @@ def message(seq, *events, time_s=None, topic=b"kv"):
     """The three frames of a batch; by default sent at second `seq` of the publisher's clock."""
     payload = msgspec.msgpack.encode([float(seq) if time_s is None else time_s, list(events), 0])
     return [topic, seq.to_bytes(8, "big"), payload]
+
+
+def numbered(batches):
+    """A message of each list of events, a second apart."""
+    return [message(number, *events) for number, events in enumerate(batches)]
+
+
+def record(path, messages, *, tokens=True):
+    """A recording of messages that came a second apart. Returns its path."""
+    with CaptureWriter(path, ["tcp://host:1"], tokens=tokens) as writer:
+        for time_s, frames in enumerate(messages):
+            writer.write(frames, float(time_s))
+    return path
+
+
+def state_of(*messages, **options):
+    state = KVState(["tcp://host:1"], **options)
+    for time_s, frames in enumerate(messages):
+        state.take(frames, float(time_s))
+    return state
