@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import forget_library
-from harness.engine import is_complete, without_run_dependent_fields
+from harness.engine import comparable_rows, is_complete
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
@@ -65,10 +65,6 @@ def run_in_child(folder: Path, resume: bool) -> None:
     os._exit(run_job(job(folder, resume=resume)))
 
 
-def rows_of(path):
-    return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """The folder, rows and duration of a run in peace."""
@@ -76,7 +72,7 @@ def uninterrupted(tmp_path_factory):
     (folder / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
     start_s = time.monotonic()
     assert run_job(job(folder, resume=False)) == 3, "some lines are bad on purpose"
-    return folder, rows_of(folder / "out.jsonl"), time.monotonic() - start_s
+    return folder, comparable_rows(folder / "out.jsonl"), time.monotonic() - start_s
 
 
 def size_of(path):
@@ -119,7 +115,7 @@ def check_kills(uninterrupted, processes, tmp_path, *, seed, num_kills):
     size = (uninterrupted[0] / "out.jsonl").stat().st_size * 1.2
     rng, longest_wait_s = random.Random(seed), min(0.03, duration_s / 20)  # on a fast machine a run is over soon
     kills = killed_and_resumed(tmp_path, processes, rng, num_kills, size, longest_wait_s)
-    resumed = rows_of(tmp_path / "out.jsonl")
+    resumed = comparable_rows(tmp_path / "out.jsonl")
     assert len(resumed) == 60, "no row is lost and none is there twice"
     assert resumed == rows
     assert not journal_path(tmp_path / "out.jsonl").exists()
@@ -185,7 +181,7 @@ def test_a_run_on_a_full_disk_stops_with_its_reason_and_goes_on_when_there_is_ro
     assert not list(small_disk.glob("*.tmp"))
     filler.unlink()
     assert run_job(job(small_disk, resume=True)) == 3
-    assert rows_of(small_disk / "out.jsonl") == rows
+    assert comparable_rows(small_disk / "out.jsonl") == rows
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, monkeypatch, capsys):
@@ -214,7 +210,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, 
     assert not (tmp_path / "out.jsonl").exists()
     monkeypatch.undo()
     assert run_job(job(tmp_path, resume=True)) == 3
-    assert rows_of(tmp_path / "out.jsonl") == rows
+    assert comparable_rows(tmp_path / "out.jsonl") == rows
 
 
 def test_two_interrupts_stop_at_once_and_keep_the_finished_rows(tmp_path, monkeypatch, capsys):
@@ -271,7 +267,7 @@ def test_resume_from_a_shorter_stdin_is_refused_and_keeps_the_journal(uninterrup
     assert journal_path(out).read_bytes() == journal
     assert not out.exists()
     assert run_job(stdin(every_line)) == 3
-    assert [texts(row) for row in rows_of(out)] == [texts(row) for row in uninterrupted[1]]
+    assert [texts(row) for row in comparable_rows(out)] == [texts(row) for row in uninterrupted[1]]
 
 
 def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_harness import pagedcli
-from test_trace_formats import write
+from cli_harness import pagedcli, write_rows
 
 from pagedcli.core.eviction import POLICIES, Fifo
 from pagedcli.events import RequestPreempted
@@ -25,7 +24,7 @@ def rows(num_rows=60):
 
 @pytest.fixture
 def trace(tmp_path):
-    return write(tmp_path / "trace.jsonl", list(rows()))
+    return write_rows(tmp_path / "trace.jsonl", list(rows()))
 
 
 def simulate(trace, *flags, expect=0):
@@ -49,7 +48,7 @@ def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
         {"prompt": [5] * 48 + [20 + n] * 8, "max_tokens": 2, "cache_salt": f"user {n}", "ignore_eos": True}
         for n in range(12)
     ]
-    path, run = write(tmp_path / "salts.jsonl", prompts), tmp_path / "run.jsonl"
+    path, run = write_rows(tmp_path / "salts.jsonl", prompts), tmp_path / "run.jsonl"
     pagedcli("generate", path, "-o", tmp_path / "out.jsonl", "--record", run, "--record-tokens")
     for source in (path, run):
         assert "but with another cache_salt. Giving those" in pagedcli("simulate", source).stdout.splitlines()[1]
@@ -70,7 +69,7 @@ def test_a_policy_more_than_there_are_markers_is_in_the_picture(trace, tmp_path,
 
 @pytest.mark.long
 def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(tmp_path):
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{i} times " * 9, "max_tokens": 40} for i in range(40)])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": f"{i} times " * 9, "max_tokens": 40} for i in range(40)])
     flags = ("--num-kvcache-blocks", "30", "--max-num-seqs", "8", "--block-size", "8")
     trace = tmp_path / "run.jsonl"
     outputs, ids = tmp_path / "out.jsonl", "--output-token-ids"
@@ -86,7 +85,7 @@ def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(t
 
 
 def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
-    tiny = write(tmp_path / "tiny.jsonl", [
+    tiny = write_rows(tmp_path / "tiny.jsonl", [
         {"timestamp": 0, "input_length": 4, "output_length": 60, "hash_ids": [1]} for _ in range(8)
     ])  # fmt: skip
     text = simulate(tiny, "--pool", "50", "-m", "builtin").stdout
@@ -138,7 +137,7 @@ def gemma_3(folder):
 
 @pytest.mark.long
 def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
-    long = write(tmp_path / "long.jsonl", [
+    long = write_rows(tmp_path / "long.jsonl", [
         {"timestamp": 0, "input_length": 4096, "output_length": 8, "hash_ids": [0, *range(9 * i + 1, 9 * i + 8)]}
         for i in range(8)
     ])  # fmt: skip
@@ -170,8 +169,7 @@ def test_what_to_change_is_about_the_smallest_pool_and_leaves_the_pool_to_the_fi
 @pytest.mark.long
 @pytest.mark.usefixtures("step_times")
 def test_steps_take_the_time_that_plan_has_measured(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Once upon a time {index}"}) + "\n" for index in range(8)))
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Once upon a time {index}"} for index in range(8)])
     refused = pagedcli("simulate", path, "--pool", "200", "--calibrated", expect=2).stderr
     assert "has no calibration on this machine" in refused
     forecast = json.loads(pagedcli("plan", path, "--format", "json").stdout)["forecast"]

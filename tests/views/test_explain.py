@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, write_rows
 from harness.core import EventList, Oracle, Simulation, write
 
 from pagedcli.answers.why import Reasons, divergence_text, lookup_story, why_it_ended
@@ -364,9 +364,8 @@ def test_a_lookup_names_the_snapshot_that_vetoed_cached_blocks():
 def test_simulate_tries_the_snapshot_policies(tmp_path):
     rng = random.Random(0)
     shared = list(range(3, 73))
-    prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": [*shared, 100 + i, *(rng.randrange(3, 90) for _ in range(25))]} for i in range(12)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
     flags = ("--pool", "200", "--num-state-slots", "12", "--max-num-seqs", "4", "--checkpoints", "end")
     found = json.loads(pagedcli("simulate", prompts, *flags, "--format", "json").stdout)
     assert found["pools"][0]["num_cached_tokens"] == 0
