@@ -184,6 +184,7 @@ def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tm
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text("no\n" * 5 + PROMPTS)
     arguments = ["generate", "bad.jsonl", "-o", "my out.jsonl", *FAST, "--max-errors", "2", "--summary-json", "s.json"]
+    arguments.append("--overwrite")
     exit_codes = []
     for _ in range(4):
         monkeypatch.setattr("sys.argv", ["pagedcli", *arguments])
@@ -193,6 +194,7 @@ def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tm
             break
         (line,) = [line for line in said.splitlines() if line.startswith("continue with: ")]
         arguments = shlex.split(line.partition(": pagedcli ")[2])
+        assert "--overwrite" not in arguments
     assert exit_codes == [1, 1, 3]
     assert "5 of 8 rows failed, the first in line 1: " in said
     assert "(4 of them from the journal)" in said

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_harness import pagedcli, write_rows
+from model_zoo import tiny_model
 
 from pagedcli.core.eviction import POLICIES, Fifo
 from pagedcli.events import RequestPreempted
@@ -120,38 +121,25 @@ def test_a_recording_of_a_simulation_is_a_trace_that_holds_every_law(trace, tmp_
     assert again["pools"][0]["hit_rate_tokens"] == as_json(trace, "--pool", "40")["pools"][0]["hit_rate_tokens"]
 
 
-def gemma_3(folder):
-    """The shape of Gemma 3 270M: of 18 layers, three see everything, the others 512 tokens."""
-    config = {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 1024, "hidden_size": 640,
-        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 256, "max_position_embeddings": 32768, "sliding_window": 512, "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "tie_word_embeddings": True,
-        "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "bfloat16",
-        "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
-    }  # fmt: skip
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder / "config.json"
-
-
 @pytest.mark.long
 def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
     long = write_rows(tmp_path / "long.jsonl", [
         {"timestamp": 0, "input_length": 4096, "output_length": 8, "hash_ids": [0, *range(9 * i + 1, 9 * i + 8)]}
         for i in range(8)
     ])  # fmt: skip
-    flags = ("--format", "json", "--block-size", "16", "--max-num-seqs", "1", "--pool", "100%,64MiB",
+    flags = ("--format", "json", "--block-size", "16", "--max-num-seqs", "1", "--pool", "100%,128MiB",
              "--max-num-batched-tokens", "2048")  # fmt: skip
-    model = gemma_3(tmp_path / "gemma")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+    model = tiny_model("gemma3", tmp_path / "gemma", num_hidden_layers=18, sliding_window=512,
+                       max_position_embeddings=32768, **heads)  # fmt: skip
     found = json.loads(pagedcli("simulate", long, *flags, "-m", model).stdout)
     assert found["windows"] == [512] * 5 + [None]
-    assert found["block_bytes"] == 2 * 3 * 16 * 256 * 2  # K and V of three layers
+    assert found["block_bytes"] == 2 * 3 * 16 * 256 * 4  # K and V of three layers
     assert found["num_unique_blocks"] == 6 * (32 + 8 * 7 * 32)
     small, large = found["pools"]
     enough = found["enough"]["num_blocks"]
     assert f"{enough:,} blocks ({byte_text(enough * found['block_bytes'])}) " in found["answer"][0]
-    assert small["pool_blocks"] == 2**26 // found["block_bytes"]
+    assert small["pool_blocks"] == 2**27 // found["block_bytes"]
     assert large["hit_rate_tokens"] == found["unlimited_hit_rate"] == 7 / 64
     # one request at a time holds its last window and one chunk in five groups, and everything in one
     assert 257 + 5 * 33 < large["peak_used_blocks"] < 257 + 5 * (33 + 2048 // 16) < 6 * 257
