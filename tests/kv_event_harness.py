@@ -1,9 +1,9 @@
 """Messages as vLLM sends them, from short descriptions; recordings of them, and what their fold gives."""
 
 import msgspec
-from pagedcli.kvevents.fold import KVState
 
 from pagedcli.kvevents.capture import CaptureWriter
+from pagedcli.kvevents.fold import KVState
 
 
 def stored(*hashes, parent=None, tokens=None, block_size=2, **fields):

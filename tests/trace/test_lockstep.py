@@ -7,7 +7,7 @@ from test_check_fields import of_several_sequences
 from pagedcli.errors import TraceError
 from pagedcli.events import RequestPreempted, StepFailed, StepFinished, StepScheduled, TokensSampled
 from pagedcli.trace.dispatch import View
-from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.fold import fold, pool_fold
 
 
 class Alone(View):
@@ -76,10 +76,8 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_counts_at_once_are_those_of_each_sequence(run):
-    events = run()
     alone = Alone()
-    for _ in pool_fold(alone).steps(EventList(events)):
-        pass
+    fold(EventList(run()), alone)
     assert alone.num_checks > 20
 
 
