@@ -1,15 +1,17 @@
 """Drive an application without a terminal, with Textual's pilot, and read its screen as text."""
 
 import asyncio
+import threading
 import time
 
-from harness.core import EventList
+from harness.core import EventList, Simulation
 from textual.events import Key
 from textual.keys import _character_to_key
 from textual.widgets import Input
 
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_players import ReplayPlayer
+from pagedcli.app.pool_players import LivePlayer, ReplayPlayer
+from pagedcli.events import to_all
 from pagedcli.views.moment import Replay
 
 
@@ -100,3 +102,40 @@ async def until(pilot, holds, seconds=60.0):
         assert time.monotonic() < end, screen_text(pilot.app)
         await pilot.pause(0.02)
     await settle(pilot)
+
+
+class Run:
+    """A simulated engine in a thread, under an application."""
+
+    def __init__(self, *, num_requests=3, num_new=6, act=lambda run: None, **options):
+        self.player = LivePlayer(**options)
+        self.app = PoolApp(self.player, "pagedcli trace")
+        self.error, self.events = None, []
+        self._size = (num_requests, num_new)
+        self._act = act
+        self.thread = threading.Thread(target=self._work, daemon=True)
+
+    def _work(self):
+        try:
+            emit = to_all(self.events.append, self.player.on_event)
+            self.sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
+            num_requests, num_new = self._size
+            for index in range(num_requests):
+                self.sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], num_new)
+            self._act(self)
+            while self.sim.has_unfinished_requests() and not self.player.stop_requested:
+                self.sim.step()
+        except BaseException as error:
+            self.error = error
+        self.player.finish()
+
+    def under(self, script, size=(80, 24)):
+        """Run `script(pilot)` while the engine runs, and release the engine afterwards."""
+        self.thread.start()
+        assert self.player.has_started.wait(10)
+        try:
+            return drive(self.app, script, size)
+        finally:
+            self.player.release()
+            self.thread.join(10)
+            assert not self.thread.is_alive()

@@ -30,6 +30,12 @@ def with_keys(folder, **keys):
     return "-C", path
 
 
+def write_rows(path, rows):
+    """A file of these rows, or of lines as they are. Returns its path."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
 def rows_of(path_or_text):
     text = path_or_text if isinstance(path_or_text, str) else path_or_text.read_text()
     return [json.loads(line) for line in text.splitlines()]

@@ -1,8 +1,10 @@
 """Shared fixtures: files of a run, data that may be absent, and few threads so that tests share two cores fairly."""
 
 import ctypes
+import multiprocessing
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -17,6 +19,7 @@ if os.environ.get("PAGEDCLI_KERNEL_GUARD"):  # see layers/test_kernel_guard.py
 
     Guard().install()
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
@@ -94,6 +97,14 @@ def prompts(tmp_path):
 def out(tmp_path):
     """The path of an output that does not exist yet."""
     return tmp_path / "out.jsonl"
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that start with everything imported: a kill is about the run, not about imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pagedcli.cli.session", "pagedcli.llm", "transformers"])
+    return context
 
 
 @pytest.fixture(scope="module")

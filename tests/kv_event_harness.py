@@ -1,7 +1,8 @@
-"""Messages as vLLM sends them, from short descriptions."""
+"""Messages as vLLM sends them, from short descriptions; recordings of them, and what their fold gives."""
 
 import msgspec
 
+from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.lookups import Lookups
 
@@ -36,3 +37,23 @@ def read_lookups(reader):
     for frames, time_s, source in reader:
         state.take(frames, time_s, source)
     return found
+
+
+def numbered(batches):
+    """A message of each list of events, a second apart."""
+    return [message(number, *events) for number, events in enumerate(batches)]
+
+
+def record(path, messages, *, tokens=True):
+    """A recording of messages that came a second apart. Returns its path."""
+    with CaptureWriter(path, ["tcp://host:1"], tokens=tokens) as writer:
+        for time_s, frames in enumerate(messages):
+            writer.write(frames, float(time_s))
+    return path
+
+
+def state_of(*messages, **options):
+    state = KVState(["tcp://host:1"], **options)
+    for time_s, frames in enumerate(messages):
+        state.take(frames, float(time_s))
+    return state

@@ -1,46 +1,30 @@
 """The tables of docs/kv-cache.md are what the block manager does, those of docs/models.md what reads models."""
 
-import importlib.util
 import re
-import sys
+from importlib import import_module
 from pathlib import Path
 
+import doc_tables
 import pytest
+import renew
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "scripts"))
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def tables_in(document):
-    return script("renew").tables_in(document)
-
-
-@pytest.fixture(scope="module")
-def doc_tables():
-    return script("doc_tables")
 
 
 @pytest.fixture(scope="module")
 def model_tables():
-    return script("model_tables")
+    return import_module("model_tables")
 
 
 @pytest.fixture(scope="module")
 def models_page():
-    return tables_in((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
+    return renew.tables_in((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", ["config", "families", "dump_kv", "kv_cache"])
 def test_what_the_code_makes_of_a_file_is_there(name):
-    for path, text in script("renew").WRITTEN[name]():
+    for path, text in renew.WRITTEN[name]():
         assert path.read_text(encoding="utf-8") == text, f"python scripts/renew.py --write {name}"
 
 
@@ -63,7 +47,7 @@ def test_the_models_page_says_what_runs_through_transformers(model_tables, model
         assert models_page[name] == make(), f"{name}: run python scripts/renew.py --write models"
 
 
-def test_the_classic_stories_come_out_as_everyone_tells_them(doc_tables):
+def test_the_classic_stories_come_out_as_everyone_tells_them():
     long_prompts = doc_tables.two_long_prompts()
     assert re.search(r"S1.*table \[0, 1, 2\]", long_prompts)
     assert re.search(r"S2.*512 cached, table \[0, 1, 3\]", long_prompts)

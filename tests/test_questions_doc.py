@@ -1,17 +1,10 @@
 """docs/questions.md: each command prints the lines that it shows, but for times."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
+import questions
 
-ROOT = Path(__file__).resolve().parents[1]
-_spec = importlib.util.spec_from_file_location("questions", ROOT / "scripts" / "questions.py")
-questions = importlib.util.module_from_spec(_spec)
-sys.modules["questions"] = questions
-_spec.loader.exec_module(questions)
 DOCUMENT = questions.DOCUMENT.read_text(encoding="utf-8")
 
 

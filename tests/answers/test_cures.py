@@ -182,13 +182,6 @@ def test_where_no_request_fits_there_is_no_cure():
         assert cures(replace(subject([own(n, 64) for n in range(4)], num_blocks=1), step_time=step_time)) == []
 
 
-def salted(prompts, **limits):
-    given = subject(prompts, **limits)
-    for n, request in enumerate(given.workload.requests):
-        request.cache_salt = f"user {n}"
-    return given
-
-
 def test_hits_after_a_change_of_the_prompts_are_those_of_the_changed_run():
     shared = list(range(500, 600))
     prompts = [[n, n + 1, *shared, *own(n, 20)] for n in range(24)]
@@ -204,7 +197,10 @@ def test_hits_after_a_change_of_the_prompts_are_those_of_the_changed_run():
 
 def test_one_salt_is_a_cure_of_its_own():
     prompts = [[*range(500, 600), *own(n, 20)] for n in range(24)]
-    [found] = cures(salted(prompts, num_blocks=400))
+    given = subject(prompts, num_blocks=400)
+    for n, request in enumerate(given.workload.requests):
+        request.cache_salt = f"user {n}"
+    [found] = cures(given)
     assert found.kind == "one salt"
     assert found.hit_rate_after == Trials(subject(prompts, num_blocks=400)).as_it_is.hit_rate
     assert "23 of 24 prompts begin with 96 equal tokens, but with another cache_salt." in found.text

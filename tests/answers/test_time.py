@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, write_rows
 
 from pagedcli.answers.time import MOST_SIMULATED, in_prefix_order, time, with_hits_of_all
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
@@ -31,8 +31,7 @@ def file_of(path, num_rows, *, n=1):
          "ignore_eos": True, "n": n if index % 4 == 0 else 1, "temperature": float(n > 1)}
         for index in range(num_rows)
     ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None):
@@ -95,9 +94,8 @@ def test_the_time_of_a_sampled_file_lies_in_its_interval(kind, tmp_path):
         "at random": [rng.choice([4, 250]) for _ in range(3000)],
         "alike": [40] * 3000,
     }[kind]
-    path = tmp_path / "prompts.jsonl"
     rows = ({"prompt": [5 + n % 90] * length, "max_tokens": 2 + length // 40} for n, length in enumerate(lengths))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "prompts.jsonl", rows)
     few = {"engine.max_num_seqs": 16}
     whole, part = predicted(path, few), predicted(path, few, most_tokens=20_000)
     assert 0.1 < part.share < 0.5
@@ -107,8 +105,7 @@ def test_the_time_of_a_sampled_file_lies_in_its_interval(kind, tmp_path):
 
 
 def test_the_kept_part_of_a_file_is_spread_over_it_and_bounded(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": [5] * 8, "max_tokens": 4}) + "\n" for _ in range(20_000)))
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": [5] * 8, "max_tokens": 4}] * 20_000)
     loaded = load_config(None, {})
     folder = model_folder(loaded.config.engine)
     limits = limits_without_pool(loaded.config.engine, read_spec(folder))
@@ -130,8 +127,7 @@ def test_the_kept_part_of_a_file_is_spread_over_it_and_bounded(tmp_path):
 
 def test_equal_prompts_start_in_the_order_of_the_run(tmp_path):
     """`--reorder prefix` starts the last of several equal prompts first."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("b", "a", "b", "a")))
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in "baba"])
     loaded = load_config(None, {})
     folder = model_folder(loaded.config.engine)
     plan = decide(loaded.config.engine, read_spec(folder), this_machine()).expected_plan

@@ -4,10 +4,10 @@ import random
 
 import pytest
 from harness.core import Simulation
-from kv_event_harness import read_lookups
+from kv_event_harness import read_lookups, record
 
 from pagedcli.answers.why import ExplainedLookup, Reasons, why
-from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
+from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.explain import Explainer
@@ -24,10 +24,8 @@ def both(path, prompts, *, num_blocks, tokens=True):
         sim.add(prompt, 1)
         sim.run()
     explainer.finish()
-    with CaptureWriter(path, ["tcp://host:1"], tokens=tokens) as writer:
-        for number, payload in enumerate(sent):
-            writer.write([b"kv", number.to_bytes(8, "big"), payload], float(number))
-    seen = read_lookups(CaptureReader(path))
+    messages = [[b"kv", number.to_bytes(8, "big"), payload] for number, payload in enumerate(sent)]
+    seen = read_lookups(CaptureReader(record(path, messages, tokens=tokens)))
     return why(explainer, folding.state), Reasons("", seen.lookups(), SIZE)
 
 

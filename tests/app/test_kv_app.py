@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from app_harness import drive, press, screen_text, shown, until
-from kv_event_harness import message, removed, stored
+from kv_event_harness import message, removed, state_of, stored
 
 from pagedcli.app.base import watch
 from pagedcli.app.kv_app import AttachPlayer, CapturePlayer, KVApp
@@ -24,13 +24,6 @@ def recording(**options):
     return KVApp(
         CapturePlayer([(frames, float(i), 0) for i, frames in enumerate(MESSAGES)], ["server"]), "t", **options
     )
-
-
-def state_after(num_messages):
-    state = KVState(["server"])
-    for place, frames in enumerate(MESSAGES[:num_messages]):
-        state.take(frames, float(place))
-    return state
 
 
 @pytest.mark.quick("size0")
@@ -60,7 +53,10 @@ def test_a_recording_moves_both_ways_and_jumps():
         for keys in ([".", "."], ["e"], ["m"], ["e"], ["E"], ["[", "4", "enter"], [","]):
             await press(pilot, *keys)
             seen.append(app.player.position)
-            assert app.player.moment.facts["num_resident_blocks"] == state_after(app.player.position).num_resident
+            assert (
+                app.player.moment.facts["num_resident_blocks"]
+                == state_of(*MESSAGES[: app.player.position]).num_resident
+            )
         assert "no earlier miss" in await press(pilot, "M")
         return seen
 

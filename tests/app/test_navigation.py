@@ -1,18 +1,15 @@
 """Getting about in the application: the time line, jumps by name, search, filters, copies, the way back."""
 
-import threading
 import time
 
 import pytest
-from app_harness import app_of, contrast, drive, panel, press, screen_text, settle, typed, until
+from app_harness import Run, app_of, contrast, drive, panel, press, screen_text, settle, typed, until
 from harness.core import EventList, Simulation, simulated
 from textual.events import MouseDown, MouseMove, MouseScrollUp, MouseUp
 from textual.widgets import Input
 
 from pagedcli.app.colours import ANSI
 from pagedcli.app.commands import run_command
-from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_players import LivePlayer
 from pagedcli.trace.fold import fold
 from pagedcli.views.search import find
 
@@ -313,25 +310,14 @@ def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, mo
 
 def watched_to_its_end(script, has_ended):
     """A small run under the application, which is driven once it has ended."""
-    events, player = [], LivePlayer()
-    app = PoolApp(player, "pagedcli trace")
-
-    def work():
-        sim = Simulation(8, 2, emit=lambda event: (events.append(event), player.on_event(event)), max_num_seqs=3)
-        for index in range(4):
-            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
-        sim.run()
-        player.finish()
-
-    threading.Thread(target=work, daemon=True).start()
-    assert player.has_started.wait(10)
+    run = Run(num_requests=4)
 
     async def when_ended(pilot):
-        await until(pilot, lambda: has_ended(app, player))
+        await until(pilot, lambda: has_ended(run.app, run.player))
         await pilot.pause(0.15)
-        return await script(pilot, app, events)
+        return await script(pilot, run.app, run.events)
 
-    return drive(app, when_ended)
+    return run.under(when_ended)
 
 
 def test_a_finished_run_goes_back_to_any_step():

@@ -129,6 +129,7 @@ def test_the_list_sorts_filters_and_shows_finished_sequences(events):
         assert set(column_of(app, "sequences")) == set(state.finished)
         assert "there is no field 'wait'" in await typed(pilot, "f", "wait>3")
         assert "with 'finished'" in await press(pilot, "escape"), "the filter stays"
+        assert "with '[/x]'" in await typed(pilot, "f", "[/x]"), "brackets are no markup"
 
     drive(app, script)
 

@@ -8,8 +8,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from app_harness import drive, press, screen_text, settle, until
-from harness.core import Simulation
+from app_harness import Run, drive, press, screen_text, settle, until
 
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_players import LivePlayer
@@ -19,43 +18,6 @@ from pagedcli.config import load_config
 from pagedcli.events import StepFinished, StepScheduled, StepStarted, to_all
 from pagedcli.show.terminal import HeldClock
 from pagedcli.trace.files import TraceReader, TraceWriter
-
-
-class Run:
-    """A simulated engine in a thread, under an application."""
-
-    def __init__(self, *, num_requests=3, num_new=6, act=lambda run: None, **options):
-        self.player = LivePlayer(**options)
-        self.app = PoolApp(self.player, "pagedcli trace")
-        self.error, self.events = None, []
-        self._size = (num_requests, num_new)
-        self._act = act
-        self.thread = threading.Thread(target=self._work, daemon=True)
-
-    def _work(self):
-        try:
-            emit = to_all(self.events.append, self.player.on_event)
-            self.sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
-            num_requests, num_new = self._size
-            for index in range(num_requests):
-                self.sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], num_new)
-            self._act(self)
-            while self.sim.has_unfinished_requests() and not self.player.stop_requested:
-                self.sim.step()
-        except BaseException as error:
-            self.error = error
-        self.player.finish()
-
-    def under(self, script, size=(80, 24)):
-        """Run `script(pilot)` while the engine runs, and release the engine afterwards."""
-        self.thread.start()
-        assert self.player.has_started.wait(10)
-        try:
-            return drive(self.app, script, size)
-        finally:
-            self.player.release()
-            self.thread.join(10)
-            assert not self.thread.is_alive()
 
 
 def at_step(run, step):
@@ -215,16 +177,6 @@ def test_every_key_may_come_before_the_first_step():
     drive(app, script)
 
 
-def test_brackets_in_a_filter_are_no_markup():
-    run = Run(paused=True)
-
-    async def script(pilot):
-        await until(pilot, at_step(run, 0))
-        assert "with '[/x]'" in await press(pilot, "f", *"[/x]", "enter")
-
-    run.under(script)
-
-
 class WatchedClock(HeldClock):
     """Tells whether the run waits."""
 
@@ -240,18 +192,9 @@ class WatchedClock(HeldClock):
 
 def test_a_pause_while_the_speed_holds_the_run_shows_the_step_that_waits():
     """The screen showed an earlier one, for which it had asked last, and `.` seemed to do two steps."""
-    player, steps = LivePlayer(paused=True), []
+    run = Run(num_requests=1, paused=True)
+    player = run.player
     player.clock_ns = WatchedClock()
-
-    def emit(event):
-        steps.extend([event.step] if isinstance(event, StepScheduled) else [])
-        player.on_event(event)
-
-    def work():
-        sim = Simulation(8, 2, emit=emit)
-        sim.add([1, 2, 3], 6)
-        sim.run()
-        player.finish()
 
     def wait(holds):
         end = time.monotonic() + 10
@@ -259,19 +202,22 @@ def test_a_pause_while_the_speed_holds_the_run_shows_the_step_that_waits():
             assert time.monotonic() < end
             time.sleep(0.01)
 
+    def waits_in(step):
+        steps = [event.step for event in run.events if isinstance(event, StepScheduled)]
+        return steps == list(range(step + 1)) and player.clock_ns.is_held
+
     player.screen_is_open.set()
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    wait(lambda: steps == [0] and player.clock_ns.is_held)
+    run.thread.start()
+    wait(lambda: waits_in(0))
     player.faster(-7)  # a step in two seconds
     player.toggle_pause()
-    wait(lambda: steps == [0, 1] and player.clock_ns.is_held)
+    wait(lambda: waits_in(1))
     player.toggle_pause()
     wait(lambda: player.live.state.step_number == 1)
     assert player.poll()
     assert player.moment.state.step_number == 1
     player.release()
-    thread.join(10)
+    run.thread.join(10)
 
 
 def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):

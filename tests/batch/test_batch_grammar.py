@@ -181,13 +181,14 @@ def test_guesses_never_change_guided_rows_and_what_a_schema_forces_is_guessed():
 # ---------------------------------------------------------------------- the vocabulary
 
 
-def random_walk(grammars, params, draw_token, vocab_size, tokenizer):
-    """Bytes of tokens chosen among those allowed, until the text is complete."""
+def random_walk(vocabulary, params, data):
+    """Bytes of tokens drawn among those allowed, until the text is complete."""
+    grammars, vocab_size, tokenizer = vocabulary
     guide = grammars.guides(params)()
     written = b""
     for _ in range(200):
         bits = int.from_bytes(guide.allowed_tokens, "little")
-        token_id = draw_token([token_id for token_id in range(vocab_size) if bits >> token_id & 1])
+        token_id = data.draw(st.sampled_from([token_id for token_id in range(vocab_size) if bits >> token_id & 1]))
         guide.accept(token_id)
         [complete] = guide.find_allowed([guide])
         assert guide.error is None
@@ -209,15 +210,23 @@ def vocabulary(request):
     return Grammars(tokenizer, end_token_ids=[end], vocab_size=vocab_size), vocab_size, tokenizer
 
 
+SCHEMAS = [
+    PERSON,
+    {"type": "object", "minProperties": 1, "maxProperties": 2, "additionalProperties": {"type": "null"}},
+    {"anyOf": [{"type": "integer", "multipleOf": 5, "maximum": 100}, {"const": {"a": [None]}}]},
+    {"type": "string", "pattern": "^[a-z]{2}$"},
+    {"type": "string", "format": "date"},
+    {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 1}}, "$ref": "#/$defs/t"},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": False, "minItems": 2},
+]
+
+
 @pytest.mark.quick("stories260k")
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_path_through_a_grammar_is_what_the_grammar_says(vocabulary, data):
-    grammars, vocab_size, tokenizer = vocabulary
     pattern = data.draw(st.sampled_from([r"[a-c]{1,4}x?", r"\d{2}-\d{2}", r"( the| a)? cat", r"abcdefgh", r"ä|☃|\t"]))
-    written = random_walk(
-        grammars, SamplingParams(regex=pattern), lambda ids: data.draw(st.sampled_from(ids)), vocab_size, tokenizer
-    )
+    written = random_walk(vocabulary, SamplingParams(regex=pattern), data)
     assert re.fullmatch(pattern, written.decode())
 
 
@@ -225,31 +234,7 @@ def test_any_path_through_a_grammar_is_what_the_grammar_says(vocabulary, data):
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_path_through_a_schema_validates(vocabulary, data):
-    grammars, vocab_size, tokenizer = vocabulary
-    schema = data.draw(
-        st.sampled_from(
-            [
-                PERSON,
-                {"type": "object", "minProperties": 1, "maxProperties": 2, "additionalProperties": {"type": "null"}},
-                {"anyOf": [{"type": "integer", "multipleOf": 5, "maximum": 100}, {"const": {"a": [None]}}]},
-                {"type": "string", "pattern": "^[a-z]{2}$"},
-                {"type": "string", "format": "date"},
-                {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 1}}, "$ref": "#/$defs/t"},
-                {
-                    "type": "array",
-                    "prefixItems": [{"type": "boolean"}, {"type": "null"}],
-                    "items": False,
-                    "minItems": 2,
-                },
-            ]
-        )
-    )
-    written = random_walk(
-        grammars,
-        SamplingParams(response_format=schema_format(schema)),
-        lambda ids: data.draw(st.sampled_from(ids)),
-        vocab_size,
-        tokenizer,
-    )
+    schema = data.draw(st.sampled_from(SCHEMAS))
+    written = random_walk(vocabulary, SamplingParams(response_format=schema_format(schema)), data)
     if written is not None:  # a walk may also be too long to end
         jsonschema.validate(json.loads(written), schema, cls=jsonschema.Draft202012Validator)

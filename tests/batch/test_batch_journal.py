@@ -35,13 +35,6 @@ def held(journal):
     return {index for index in ROWS if journal.holds(index, 1000 + index)}
 
 
-def test_rows_come_back_in_both_orders(path):
-    journal = fill(Journal.create(path, FINGERPRINT))
-    assert list(journal.rows("input")) == sorted(ROWS.items())
-    assert list(journal.rows("completion")) == list(ROWS.items())
-    assert (journal.num_rows, journal.num_failed_rows) == (4, 1)
-
-
 def test_every_line_of_a_journal_is_json(path):
     fill(Journal.create(path, FINGERPRINT)).close()
     header, *records = map(json.loads, path.read_text().splitlines())

@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from cli_harness import FAST, pagedcli, rows_of
+from cli_harness import FAST, pagedcli, rows_of, write_rows
 from harness.engine import Harness, encode, without_run_dependent_fields
 
 from pagedcli.batch.run import PrefixWindow
@@ -23,9 +23,7 @@ def prompts(tmp_path):
         {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
         {"prompt": 5},
     ]
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_rows(tmp_path / "in.jsonl", lines)
 
 
 # ---------------------------------------------------------------------- CSV

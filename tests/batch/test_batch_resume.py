@@ -1,24 +1,21 @@
 """A run that is killed at any moment and resumed gives the file that an uninterrupted run gives."""
 
 import json
-import multiprocessing
 import os
 import random
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from conftest import forget_library
-from harness.engine import is_complete, without_run_dependent_fields
+from harness.engine import comparable_rows, is_complete
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import BackendError, PagedcliError, UsageError
+from pagedcli.errors import BackendError, UsageError
 from pagedcli.native import build
 
 FLAGS = {
@@ -29,14 +26,6 @@ FLAGS = {
     "engine.max_num_seqs": 4,
     "engine.num_kvcache_blocks": 12,
 }
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Processes that start with everything imported: a kill test is about the run, not about imports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pagedcli.cli.session", "pagedcli.llm", "transformers"])
-    return context
 
 
 def lines():
@@ -65,10 +54,6 @@ def run_in_child(folder: Path, resume: bool) -> None:
     os._exit(run_job(job(folder, resume=resume)))
 
 
-def rows_of(path):
-    return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """The folder, rows and duration of a run in peace."""
@@ -76,7 +61,7 @@ def uninterrupted(tmp_path_factory):
     (folder / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
     start_s = time.monotonic()
     assert run_job(job(folder, resume=False)) == 3, "some lines are bad on purpose"
-    return folder, rows_of(folder / "out.jsonl"), time.monotonic() - start_s
+    return folder, comparable_rows(folder / "out.jsonl"), time.monotonic() - start_s
 
 
 def size_of(path):
@@ -119,7 +104,7 @@ def check_kills(uninterrupted, processes, tmp_path, *, seed, num_kills):
     size = (uninterrupted[0] / "out.jsonl").stat().st_size * 1.2
     rng, longest_wait_s = random.Random(seed), min(0.03, duration_s / 20)  # on a fast machine a run is over soon
     kills = killed_and_resumed(tmp_path, processes, rng, num_kills, size, longest_wait_s)
-    resumed = rows_of(tmp_path / "out.jsonl")
+    resumed = comparable_rows(tmp_path / "out.jsonl")
     assert len(resumed) == 60, "no row is lost and none is there twice"
     assert resumed == rows
     assert not journal_path(tmp_path / "out.jsonl").exists()
@@ -146,75 +131,6 @@ def test_a_run_killed_three_times_gives_the_same_file(uninterrupted, processes, 
 @pytest.mark.slow
 def test_a_hundred_kills_at_random_moments_lose_no_row_and_double_none(uninterrupted, processes, tmp_path):
     check_many_kills(uninterrupted, processes, tmp_path, num_kills=100, per_run=5)
-
-
-def mounted(folder):
-    """A disk of 64 KiB at `folder`."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting a small tmpfs needs root")
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    mount = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mount.returncode != 0:
-        pytest.skip(f"mounting a small tmpfs failed: {mount.stderr.strip()}")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted(folder)
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # the error's traceback still has the input open
-
-
-@pytest.mark.quick("20000")
-@pytest.mark.parametrize("free_bytes", [300, 5_000, 20_000])
-def test_a_run_on_a_full_disk_stops_with_its_reason_and_goes_on_when_there_is_room(
-    uninterrupted, small_disk, free_bytes
-):
-    """Full in the header, between the rows, and (the output needs as much again as the journal) at the very end."""
-    _, rows, _ = uninterrupted
-    (small_disk / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
-    filler = small_disk / "filler"
-    num_free = shutil.disk_usage(small_disk).free
-    filler.write_bytes(b"x" * (num_free - -(-free_bytes // 4096) * 4096))
-    with pytest.raises(PagedcliError, match="No space left on device") as failed:
-        run_job(job(small_disk, resume=False))
-    assert "--resume" in failed.value.hint
-    assert not (small_disk / "out.jsonl").exists()
-    assert not list(small_disk.glob("*.tmp"))
-    filler.unlink()
-    assert run_job(job(small_disk, resume=True)) == 3
-    assert rows_of(small_disk / "out.jsonl") == rows
-
-
-def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, monkeypatch, capsys):
-    _, rows, _ = uninterrupted
-    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
-    monkeypatch.setattr("sys.argv", ["pagedcli", "generate", "in.jsonl", "-o", "my out.jsonl", "--overwrite"])
-    from pagedcli.batch import prompts
-
-    interrupted = []
-
-    class Interrupting(prompts.SeenIds):
-        """Ctrl-C while the 30th id is looked at."""
-
-        def add(self, row_id):
-            interrupted.append(row_id)
-            if len(interrupted) == 30:
-                signal.raise_signal(signal.SIGINT)
-            return super().add(row_id)
-
-    monkeypatch.setattr(prompts, "SeenIds", Interrupting)
-    assert run_job(job(tmp_path, resume=False)) == 130
-    said = capsys.readouterr().err
-    assert "stopping after this step; finished rows are kept" in said
-    assert "continue with: pagedcli generate in.jsonl -o 'my out.jsonl' --resume" in said
-    assert journal_path(tmp_path / "out.jsonl").exists()
-    assert not (tmp_path / "out.jsonl").exists()
-    monkeypatch.undo()
-    assert run_job(job(tmp_path, resume=True)) == 3
-    assert rows_of(tmp_path / "out.jsonl") == rows
 
 
 def test_two_interrupts_stop_at_once_and_keep_the_finished_rows(tmp_path, monkeypatch, capsys):
@@ -271,7 +187,7 @@ def test_resume_from_a_shorter_stdin_is_refused_and_keeps_the_journal(uninterrup
     assert journal_path(out).read_bytes() == journal
     assert not out.exists()
     assert run_job(stdin(every_line)) == 3
-    assert [texts(row) for row in rows_of(out)] == [texts(row) for row in uninterrupted[1]]
+    assert [texts(row) for row in comparable_rows(out)] == [texts(row) for row in uninterrupted[1]]
 
 
 def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):

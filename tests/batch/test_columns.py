@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from cli_harness import FAST, pagedcli, rows_of
+from cli_harness import FAST, pagedcli, rows_of, write_rows
 from harness.engine import Harness
 
 from pagedcli.batch.columns import METRICS, Columns
@@ -17,11 +17,6 @@ PROMPT = "Once upon a time"
 @pytest.fixture(scope="module")
 def harness():
     return Harness()
-
-
-def written(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 # ---------------------------------------------------------------------- names
@@ -99,7 +94,7 @@ def test_an_openai_row_has_copied_columns_outside_the_response(harness):
     ],
 )
 def test_a_collision_or_an_unknown_column_ends_the_run_before_it_begins(tmp_path, flags, message):
-    prompts = written(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b", "label": 1, "text": 2, "usage": 3}])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b", "label": 1, "text": 2, "usage": 3}])
     for command in (("generate", "-o", tmp_path / "out.jsonl", *FAST), ("plan",), ("trace", "--dump-kv", *FAST)):
         result = pagedcli(command[0], prompts, *command[1:], *flags, expect=2)
         assert message in result.stderr
@@ -114,7 +109,7 @@ def test_in_a_pipe_a_collision_is_an_error_row():
 
 @pytest.mark.long
 def test_the_answer_under_another_name_frees_the_name_text(tmp_path):
-    prompts = written(tmp_path / "in.jsonl", [{"text": "The fox", "label": 1}])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"text": "The fox", "label": 1}])
     names = ("--field", "text", "--output-field", "answer", "--keep", "all")
     (row,) = rows_of(pagedcli("generate", prompts, *names, *FAST).stdout)
     assert row["text"] == "The fox"
@@ -124,7 +119,7 @@ def test_the_answer_under_another_name_frees_the_name_text(tmp_path):
 
 
 def test_a_table_has_the_copied_columns_as_cells(tmp_path):
-    prompts = written(tmp_path / "in.jsonl", LINES)
+    prompts = write_rows(tmp_path / "in.jsonl", LINES)
     for keep in ("label,meta", "all"):
         pagedcli("generate", prompts, "-o", tmp_path / "out.csv", "--keep", keep, "--overwrite", *FAST, expect=3)
         rows = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))
@@ -137,7 +132,7 @@ def test_a_table_has_the_index_of_every_row_in_either_order(tmp_path):
         {"custom_id": name, "url": "/v1/completions", "body": {"prompt": PROMPT, "n": n}}
         for name, n in (("a", 1), ("b", 2), ("c", -1))
     ]
-    prompts = written(tmp_path / "in.jsonl", [{"prompt": PROMPT}, *openai])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": PROMPT}, *openai])
     for order in ("input", "completion"):
         out = tmp_path / f"{order}.csv"
         pagedcli("generate", prompts, "-o", out, "--order", order, *FAST, expect=3)
@@ -157,7 +152,7 @@ def test_copied_columns_of_json_lines_get_a_type_in_parquet(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     lines = [{"prompt": "a", "n_": 1, "x": 1, "m": "t", "z": None}]
     lines.append({"prompt": "b", "n_": None, "x": 1.5, "m": {"k": 1}})
-    prompts = written(tmp_path / "in.jsonl", lines)
+    prompts = write_rows(tmp_path / "in.jsonl", lines)
     pagedcli("generate", prompts, "-o", tmp_path / "out.parquet", "--keep", "all", "--output-field", "story", *FAST)
     table = pq.read_table(tmp_path / "out.parquet")
     assert [str(table.schema.field(name).type) for name in ("n_", "x", "m", "z")] == (
@@ -254,7 +249,7 @@ def test_metrics_are_the_latency_of_each_row(harness, tmp_path):
         assert 0 <= metrics["queued_s"] <= metrics["ttft_s"] <= metrics["latency_s"]
         assert metrics["preemptions"] == metrics["recomputed_tokens"] == 0
     assert "metrics" not in bad
-    prompts = written(tmp_path / "in.jsonl", LINES[:1])
+    prompts = write_rows(tmp_path / "in.jsonl", LINES[:1])
     made = pagedcli("generate", prompts, "-o", tmp_path / "out.csv", "--output-metrics", *FAST)
     assert made.exit_code == 0
     (cells,) = csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text()))
@@ -281,7 +276,7 @@ def test_tables_have_the_scores_of_beams_that_rows_have(tmp_path):
         {"prompt": PROMPT, "max_tokens": 2},
         {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": PROMPT, "num_beams": 2, "max_tokens": 3}},
     ]
-    prompts = written(tmp_path / "in.jsonl", lines)
+    prompts = write_rows(tmp_path / "in.jsonl", lines)
     for kind in ("jsonl", "csv", "parquet"):
         pagedcli("generate", prompts, "-o", tmp_path / f"out.{kind}", *FAST)
     two, one, plain, openai = rows_of(tmp_path / "out.jsonl")

@@ -12,7 +12,7 @@ import re
 import msgspec
 import pytest
 import torch
-from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from cli_harness import FAST, pagedcli, rows_of, write_rows
 from harness.engine import DEFAULTS, Harness
 
 from pagedcli.batch.compare import ComparedRow, RowSample, compare, pairs, read_rows, run_again
@@ -41,14 +41,9 @@ PLAIN = {"index": 0, "id": None, "text": "5", "finish_reason": "stop", "usage": 
 def outputs(tmp_path_factory):
     """A folder with an input and its output."""
     folder = tmp_path_factory.mktemp("outputs")
-    write(folder / "in.jsonl", LINES)
+    write_rows(folder / "in.jsonl", LINES)
     pagedcli("generate", folder / "in.jsonl", "-o", folder / "out.jsonl", *FULL, expect=3)
     return folder
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def verify(a, b, *flags, expect):
@@ -71,7 +66,7 @@ def test_any_number_of_threads_gives_the_same_bits(outputs, tmp_path):
 
 def test_rows_in_another_order_match_by_id_and_not_by_place(outputs, tmp_path):
     rows = rows_of(outputs / "out.jsonl")
-    other = write(tmp_path / "b.jsonl", rows[::-1])
+    other = write_rows(tmp_path / "b.jsonl", rows[::-1])
     assert verify(outputs / "out.jsonl", other, expect=0)["num_equal"] == 6
     assert verify(outputs / "out.jsonl", other, "--by-order", expect=1)["num_equal"] == 0
 
@@ -82,7 +77,7 @@ def test_rows_in_another_order_match_by_id_and_not_by_place(outputs, tmp_path):
 def changed(outputs, tmp_path, change):
     rows = rows_of(outputs / "out.jsonl")
     change(rows)
-    return verify(outputs / "out.jsonl", write(tmp_path / "b.jsonl", rows), expect=1)
+    return verify(outputs / "out.jsonl", write_rows(tmp_path / "b.jsonl", rows), expect=1)
 
 
 def test_another_token_is_found_at_its_place_with_both_texts(outputs, tmp_path):
@@ -100,7 +95,7 @@ def test_another_token_is_found_at_its_place_with_both_texts(outputs, tmp_path):
 
 def test_the_first_line_says_how_many_rows_differ_and_where_the_first_one_does(outputs, tmp_path):
     def first_line(rows, expect):
-        other = write(tmp_path / "b.jsonl", rows)
+        other = write_rows(tmp_path / "b.jsonl", rows)
         return pagedcli("verify", outputs / "out.jsonl", other, expect=expect).stdout.splitlines()[0]
 
     rows = rows_of(outputs / "out.jsonl")
@@ -161,9 +156,7 @@ def test_everything_else_that_differs_is_named(outputs, tmp_path, change, kind):
     assert row["kind"] == kind
 
 
-def test_without_token_ids_texts_are_compared_and_the_command_says_so(tmp_path):
-    prompts = tmp_path / "in.jsonl"
-    prompts.write_text(PROMPTS)
+def test_without_token_ids_texts_are_compared_and_the_command_says_so(prompts, tmp_path):
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for path in (a, b):
         pagedcli("generate", prompts, "-o", path, *FAST, "--output-field", "story")
@@ -261,7 +254,7 @@ def test_every_row_gets_its_partner_or_none_whatever_the_order():
 
 def test_rows_without_ids_match_by_their_index(tmp_path):
     rows = [PLAIN | {"index": i, "text": str(i)} for i in range(3)]
-    a, b = write(tmp_path / "a", rows), write(tmp_path / "b", rows[::-1])
+    a, b = write_rows(tmp_path / "a", rows), write_rows(tmp_path / "b", rows[::-1])
     assert [compare(*pair) for pair in pairs(read_rows(a), read_rows(b))] == [None] * 3
 
 
@@ -276,15 +269,14 @@ def test_rows_of_a_crowd_are_the_same_bits_when_generated_again_alone(outputs, t
     assert verify(outputs / "out.jsonl", tmp_path / "b.jsonl", expect=0)["num_rows"] == 6
 
 
-def test_a_row_that_changes_when_alone_fails_the_run_with_the_place(tmp_path, monkeypatch):
-    (tmp_path / "in.jsonl").write_text(PROMPTS)
+def test_a_row_that_changes_when_alone_fails_the_run_with_the_place(prompts, tmp_path, monkeypatch):
     add = EngineCore.add_request
 
     def biased(engine, request_id, ids, params, **options):
         add(engine, request_id, ids[:-1] if request_id == "again-1" else ids, params, **options)
 
     monkeypatch.setattr(EngineCore, "add_request", biased)
-    run = ("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST)
+    run = ("generate", prompts, "-o", tmp_path / "out.jsonl", *FAST)
     said = pagedcli(*run, "--verify", "9", expect=1).stderr
     assert "verify: row 1 differs (prompt)" in said
     assert "verify: 1 of 3 rows differ when generated alone" in said
@@ -320,7 +312,7 @@ def prompt_row(id_, positions):
 
 
 def compared_logits(tmp_path, a, b):
-    paths = [write(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", a), ("b", b))]
+    paths = [write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", a), ("b", b))]
     found = verify(*paths, "--logits", expect=0)
     return found, {each["measure"]: each for each in found["logits"]}
 
@@ -358,5 +350,5 @@ def test_the_first_line_says_what_b_costs_and_how_certain_that_is(tmp_path):
 
 def test_outputs_without_log_probabilities_of_prompts_are_refused(outputs, tmp_path):
     rows = [row for row in rows_of(outputs / "out.jsonl") if "prompt_logprobs" not in row]
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
     assert "--prompt-logprobs 100" in pagedcli("verify", path, path, "--logits", expect=2).stderr

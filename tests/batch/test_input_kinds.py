@@ -66,17 +66,6 @@ def test_lines_are_decompressed_by_their_content(pack, name, tmp_path):
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in ROWS]
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress, bytes])
-@pytest.mark.parametrize("name", ["in.csv", "in.csv.gz", "in.csv.zst", "in.tsv.gz"])
-def test_a_table_is_decompressed_by_its_content(pack, name, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(pack(TABLE.replace(",", "\t" if ".tsv" in name else ",").encode()))
-    assert [json.loads(row.content) for row in open_source(str(path))] == [
-        {"prompt": "a", "max_tokens": 1},
-        {"prompt": "b", "max_tokens": 2},
-    ]
-
-
 @pytest.mark.parametrize("content", [b"[1, 2]\n{}\n", b"a, b\n{}\n", b"no\nnope\n", b'{"a":\n{}\n', b"\n\n", b"x"])
 def test_a_bad_row_beside_others_stays_a_row(content, tmp_path):
     path = tmp_path / "in.jsonl"

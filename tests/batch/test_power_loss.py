@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from harness.engine import is_complete, without_run_dependent_fields
+from harness.engine import comparable_rows, is_complete
 from power_loss import left_behind
 
 from pagedcli.batch import journal
@@ -49,10 +49,6 @@ def engine_with_store(folder):
     return LLMEngine(load_config(None, FLAGS | keys).config.engine, with_store=True)
 
 
-def rows(path):
-    return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
-
-
 def content_of(path):
     return path.read_bytes() if path.exists() else None
 
@@ -69,7 +65,7 @@ def test_after_a_power_cut_the_rows_are_those_of_an_undisturbed_run(engine, fold
     generate(engine, folder, "undisturbed.jsonl")
     if older:
         generate(engine, folder, temperature=0.5)
-    out, want, num_whole = folder / "out.jsonl", rows(folder / "undisturbed.jsonl"), 0
+    out, want, num_whole = folder / "out.jsonl", comparable_rows(folder / "undisturbed.jsonl"), 0
     for _, content, _ in left_behind(folder, lambda: generate(engine, folder, overwrite=older)):
         before = content_of(out)
         try:
@@ -77,7 +73,7 @@ def test_after_a_power_cut_the_rows_are_those_of_an_undisturbed_run(engine, fold
         except PagedcliError as raised:
             error = raised
         else:
-            assert rows(out) == want
+            assert comparable_rows(out) == want
             assert is_complete(out)
             num_whole += 1
             continue
@@ -95,7 +91,7 @@ def test_after_a_power_cut_a_run_with_a_store_is_resumed_to_the_same_rows(engine
     lines = [{"prompt": f"Once upon a time there was a little fox who lived in the woods. {i}"} for i in range(4)]
     (folder / "in.jsonl").write_text("".join(json.dumps(line | {"max_tokens": 3}) + "\n" for line in lines))
     generate(engine, folder, "undisturbed.jsonl")
-    out, want, num_read, num_refused = folder / "out.jsonl", rows(folder / "undisturbed.jsonl"), 0, 0
+    out, want, num_read, num_refused = folder / "out.jsonl", comparable_rows(folder / "undisturbed.jsonl"), 0, 0
 
     def run(*, resume):
         one = engine_with_store(folder)
@@ -114,7 +110,7 @@ def test_after_a_power_cut_a_run_with_a_store_is_resumed_to_the_same_rows(engine
                 continue
         else:
             run(resume=True)
-        assert rows(out) == want
+        assert comparable_rows(out) == want
         assert is_complete(out)
         num_read += facts[-1].num_read_blocks
     assert len(facts) - num_refused > 60

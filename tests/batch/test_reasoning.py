@@ -68,25 +68,17 @@ def test_other_brackets(marks, output, special, tmp_path):
 
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+CALLS = "<|channel|>commentary to=functions.f<|message|>(1)<|call|>"
 CHANNELS = [
-    ("Hi<|end|><|start|>assistant", f"{ANALYSIS}Two<|end|><|start|>assistant{FINAL}Four.<|return|>", "Two", "Four."),
-    ("Hi<|end|><|start|>assistant", f"{FINAL}Four.<|return|>", "", "Four."),
-    ("Hi<|end|><|start|>assistant", f"{ANALYSIS}Two and", "Two and", ""),
-    ("Hi<|end|><|start|>assistant", "<|channel|>analysis", "", ""),
-    (f"Hi<|end|><|start|>assistant{ANALYSIS}", f"Two<|end|><|start|>assistant{FINAL}Four.<|return|>", "Two", "Four."),
-    (
-        "Hi<|end|><|start|>assistant",
-        f"{ANALYSIS}One<|end|><|start|>assistant{ANALYSIS}Two<|end|><|start|>assistant{FINAL}Four.",
-        "One\nTwo",
-        "Four.",
-    ),
-    (
-        "Hi<|end|><|start|>assistant",
-        f"{ANALYSIS}Look<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>(1)<|call|>",
-        "Look",
-        "commentary to=functions.f(1)",
-    ),
-    ("Hi<|end|><|start|>assistant", "Four.", None, "Four."),
+    (f"Hi{NEXT}", f"{ANALYSIS}Two{NEXT}{FINAL}Four.<|return|>", "Two", "Four."),
+    (f"Hi{NEXT}", f"{FINAL}Four.<|return|>", "", "Four."),
+    (f"Hi{NEXT}", f"{ANALYSIS}Two and", "Two and", ""),
+    (f"Hi{NEXT}", "<|channel|>analysis", "", ""),
+    (f"Hi{NEXT}{ANALYSIS}", f"Two{NEXT}{FINAL}Four.<|return|>", "Two", "Four."),
+    (f"Hi{NEXT}", f"{ANALYSIS}One{NEXT}{ANALYSIS}Two{NEXT}{FINAL}Four.", "One\nTwo", "Four."),
+    (f"Hi{NEXT}", f"{ANALYSIS}Look{NEXT}{CALLS}", "Look", "commentary to=functions.f(1)"),
+    (f"Hi{NEXT}", "Four.", None, "Four."),
 ]
 
 

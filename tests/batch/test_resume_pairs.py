@@ -1,10 +1,9 @@
 """A run that stops in the middle and is resumed gives the rows of one in peace, whatever the two halves use: rows of
 every kind, each capability that must not change rows; see tests/runner/test_capability_pairs.py."""
 
-import json
-
 import pytest
-from harness.engine import without_run_dependent_fields
+from cli_harness import write_rows
+from harness.engine import comparable_rows
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
@@ -65,10 +64,6 @@ def run(folder, flags, *, name="out.jsonl", num_steps=None, record=False, resume
     return run_job(job, stop_requested=lambda: num_steps is not None and next(steps, None) is None)
 
 
-def rows(path):
-    return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def in_peace(tmp_path_factory):
     """The rows of a run that nothing disturbs, by what changes them."""
@@ -78,23 +73,19 @@ def in_peace(tmp_path_factory):
         name = name if name in CHANGES_ROWS else "plain"
         if name not in made:
             folder = tmp_path_factory.mktemp("peace")
-            write(folder)
+            write_rows(folder / "in.jsonl", LINES)
             assert run(folder, NEUTRAL.get(name, {})) == 0
-            made[name] = rows(folder / "out.jsonl")
+            made[name] = comparable_rows(folder / "out.jsonl")
         return made[name]
 
     return get
-
-
-def write(folder):
-    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
 
 
 @pytest.mark.quick("store-both", "speculation-first", "equal rows once-both")
 @pytest.mark.parametrize("half", ["first", "second", "both"])
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_a_resumed_run_has_the_rows_of_one_in_peace_whatever_its_halves_use(in_peace, name, half, tmp_path):
-    write(tmp_path)
+    write_rows(tmp_path / "in.jsonl", LINES)
     flags = dict(NEUTRAL[name])
     if name == "store":
         flags["engine.prefix_store"] = str(tmp_path / "store")
@@ -104,4 +95,4 @@ def test_a_resumed_run_has_the_rows_of_one_in_peace_whatever_its_halves_use(in_p
     kept = journal_path(tmp_path / "out.jsonl").read_text().count("\n") - 1
     assert 0 < kept < len(LINES)
     assert run(tmp_path, second, resume=True, record=name == "recording") == 0
-    assert rows(tmp_path / "out.jsonl") == in_peace(name)
+    assert comparable_rows(tmp_path / "out.jsonl") == in_peace(name)

@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from cli_harness import FAST, pagedcli
+from cli_harness import FAST, pagedcli, write_rows
 from conftest import shared_data
 from harness.engine import Harness
 
@@ -154,9 +154,7 @@ def test_columns_that_scores_need_cannot_be_kept(harness):
 
 @pytest.fixture
 def questions(tmp_path):
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
+    return write_rows(tmp_path / "questions.jsonl", ROWS)
 
 
 def generate(questions, out, *flags):

@@ -7,7 +7,7 @@ from datetime import date
 
 import openai.types.chat
 import pytest
-from cli_harness import pagedcli, rows_of, with_keys
+from cli_harness import pagedcli, rows_of, with_keys, write_rows
 from conftest import shared_data
 from harness.engine import BUILTIN, chain_model, row_of, with_tokens
 from transformers import AutoTokenizer
@@ -365,9 +365,7 @@ def caller(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def arguments(caller, tmp_path_factory):
-    path = tmp_path_factory.mktemp("rows") / "in.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return ("generate", path, "-m", caller, *FLAGS)
+    return ("generate", write_rows(tmp_path_factory.mktemp("rows") / "in.jsonl", LINES), "-m", caller, *FLAGS)
 
 
 def test_rows_of_a_model_that_calls(arguments):
@@ -423,9 +421,7 @@ def test_compared_files_differ_where_a_call_does(arguments, tmp_path):
 
 def test_rows_with_other_tools_are_not_equal(arguments, caller, tmp_path):
     other = [{"type": "function", "function": {"name": "now"}}]
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({"messages": CHAT, "tools": tools}) + "\n" for tools in (TOOLS, TOOLS, other))
-    )
+    write_rows(tmp_path / "in.jsonl", [{"messages": CHAT, "tools": tools} for tools in (TOOLS, TOOLS, other)])
     (tmp_path / "t.jinja").write_text("{% if tools %}Rain{% endif %}Look")
     said = pagedcli("generate", tmp_path / "in.jsonl", *arguments[2:], "--chat-template", tmp_path / "t.jinja",
                     "--deduplicate", "--all").stderr  # fmt: skip

@@ -8,11 +8,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from cli_harness import pagedcli
+from hostile_servers import OK, listening
 from kv_event_harness import message, removed, stored
 
 from pagedcli.kvevents.capture import CaptureWriter
@@ -45,22 +44,14 @@ def publisher():
         yield socket
 
 
-@contextmanager
 def page(content):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write((content() if callable(content) else content).encode())
+    """A server of these metrics."""
 
-        def log_message(self, *_):
-            pass
+    def talk(connection):
+        text = (content() if callable(content) else content).encode()
+        connection.sendall(OK + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(text) + text)
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/metrics"
-    server.shutdown()
-    server.server_close()
+    return listening(talk)
 
 
 def attached(publisher, *options):
@@ -89,16 +80,12 @@ def test_a_recording_gives_the_same_summary_as_the_stream(publisher, tmp_path):
     again = json.loads(pagedcli("attach", path, "--format", "json").stdout)
     for key in ("num_stored_blocks", "num_blocks_stored_again", "peak_resident_blocks", "num_removed_blocks"):
         assert live[key] == again[key]
-    assert "already exists" in attached_error(publisher, "--record", path)
-
-
-def attached_error(publisher, *options):
-    return pagedcli("attach", publisher.endpoint, *options, expect=2).stderr
+    assert "already exists" in pagedcli("attach", publisher.endpoint, "--record", path, expect=2).stderr
 
 
 def test_the_servers_own_figures_are_named_by_their_window(publisher, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nothing listens there
-    with page(METRICS) as url:
+    with page(METRICS) as (url, _):
         rows = json.loads(attached(publisher, "--format", "json", "--metrics", url).stdout)["metrics"]
     values = {(row["key"], row["window"]): row["value"] for row in rows}
     assert values == {
@@ -111,10 +98,10 @@ def test_the_servers_own_figures_are_named_by_their_window(publisher, monkeypatc
 
 def test_a_server_that_works_and_sends_no_event_is_said_to():
     queries = itertools.count(1000, 1000)
-    with PublisherSocket(LOOPBACK) as silent, page(lambda: METRICS.replace("1000.0", str(next(queries)))) as url:
+    with PublisherSocket(LOOPBACK) as silent, page(lambda: METRICS.replace("1000.0", str(next(queries)))) as (url, _):
         said = pagedcli("attach", silent.endpoint, "--idle", "0.5", "--metrics", url)
     assert "prompt tokens since attach started, but no event came" in said.stderr
-    with PublisherSocket(LOOPBACK) as silent, page(METRICS) as url:
+    with PublisherSocket(LOOPBACK) as silent, page(METRICS) as (url, _):
         said = pagedcli("attach", silent.endpoint, "--idle", "0.5", "--metrics", url)
     assert "check that the server publishes KV events there" in said.stderr
 

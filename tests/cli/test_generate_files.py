@@ -8,7 +8,7 @@ import shutil
 import threading
 
 import pytest
-from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from cli_harness import FAST, PROMPTS, pagedcli, rows_of, write_rows
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
@@ -59,9 +59,7 @@ def test_a_finished_run_from_a_pipe_is_known_by_its_lines(out):
 
 @pytest.mark.parametrize("flag", ["--record", "--summary-json", "--metrics", "-o"])
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_no_output_is_written_over_the_input(tmp_path, flag, more):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(PROMPTS)
+def test_no_output_is_written_over_the_input(prompts, tmp_path, flag, more):
     (tmp_path / "link.jsonl").symlink_to(prompts)
     before = files_in(tmp_path)
     for name in (prompts, tmp_path / "link.jsonl"):
@@ -186,6 +184,7 @@ def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tm
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text("no\n" * 5 + PROMPTS)
     arguments = ["generate", "bad.jsonl", "-o", "my out.jsonl", *FAST, "--max-errors", "2", "--summary-json", "s.json"]
+    arguments.append("--overwrite")
     exit_codes = []
     for _ in range(4):
         monkeypatch.setattr("sys.argv", ["pagedcli", *arguments])
@@ -195,6 +194,7 @@ def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tm
             break
         (line,) = [line for line in said.splitlines() if line.startswith("continue with: ")]
         arguments = shlex.split(line.partition(": pagedcli ")[2])
+        assert "--overwrite" not in arguments
     assert exit_codes == [1, 1, 3]
     assert "5 of 8 rows failed, the first in line 1: " in said
     assert "(4 of them from the journal)" in said
@@ -223,9 +223,7 @@ def test_an_input_that_is_rewritten_during_the_run_ends_it_and_can_be_put_back(p
 
 def test_a_template_with_the_date_sees_that_of_the_first_start_after_a_resume(tmp_path, out):
     chats = [{"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 0} for _ in range(6)]
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in [*chats[:3], {"bad": 1}, *chats[3:]])
-    )
+    write_rows(tmp_path / "in.jsonl", [*chats[:3], {"bad": 1}, *chats[3:]])
     run = ("generate", tmp_path / "in.jsonl", "-o", out, *FAST, "--chat-template", "It is {{ strftime_now('%Y') }}.")
     pagedcli(*run, "--max-errors", "1", "--max-num-seqs", "1", expect=1)
     header, *records = journal_path(out).read_text().splitlines(keepends=True)

@@ -11,7 +11,7 @@ from pagedcli.events import DRAFT_WORDS
 from pagedcli.llm_keywords import engine_config
 from pagedcli.show.panels import work_lines
 from pagedcli.trace.files import TraceReader
-from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.fold import fold
 from pagedcli.views.moment import Moment
 
 
@@ -75,9 +75,7 @@ def test_explain_says_it_of_the_run_and_of_each_request(run):
 def test_the_panel_of_the_application_counts_them(run):
     folder, _, said = run
     moment = Moment()
-    fold = pool_fold(moment)
-    for event in TraceReader(folder / "trace.jsonl"):
-        fold(event)
+    fold(TraceReader(folder / "trace.jsonl"), moment)
     [line] = re.findall(r"^  speculation +(.*)$", said, re.MULTILINE)
     assert f"drafts    {line}" in work_lines(moment).plain
 

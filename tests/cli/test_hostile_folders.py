@@ -1,7 +1,6 @@
 """Damaged and malicious model folders: `generate` and `profile-memory` end in seconds, with a reason, or run."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import struct
@@ -210,14 +209,6 @@ def run_in_child(folder, arguments):
     from pagedcli.__main__ import run
 
     run()
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Processes that start with everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pagedcli.llm", "pagedcli.cli.session", "transformers"])
-    return context
 
 
 @pytest.mark.parametrize("command", [("generate", "in.jsonl", *FLAGS), ("profile-memory",)], ids=lambda each: each[0])

@@ -1,19 +1,15 @@
 """The lessons: what they claim is what their traces say, in a pipe, for a learner who types, and in docs/learn."""
 
-import importlib.util
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import renew
 from cli_harness import pagedcli
 from quick import slow_but
 
 from pagedcli.cli.learn import Lesson, LessonFacts, lessons, run_lesson
 
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("renew", ROOT / "scripts" / "renew.py")
-renew = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(renew)
 LESSONS, CHINESE = lessons(), lessons("zh")
 EACH = pytest.mark.parametrize("lesson", slow_but((LESSONS[0], LESSONS[6]), LESSONS), ids=lambda lesson: lesson.name)
 

@@ -1,16 +1,9 @@
 """`pagedcli merge`: shards become the file that one run would have written, or nothing."""
 
-import json
-
 import pytest
-from cli_harness import FAST, pagedcli, rows_of
+from cli_harness import FAST, pagedcli, rows_of, write_rows
 
 from pagedcli.batch.journal import record_path
-
-
-def write_lines(path, lines):
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +11,7 @@ def made(tmp_path_factory):
     """Three shards of ten lines, one of which is bad, and what one run makes of them."""
     folder = tmp_path_factory.mktemp("shards")
     lines = [{"prompt": f"Story {i}", "id": f"r{i}", "temperature": 1.0, "n": 1 + i % 2} for i in range(9)]
-    prompts = write_lines(folder / "in.jsonl", [*lines[:4], "{broken", *lines[4:]])
+    prompts = write_rows(folder / "in.jsonl", [*lines[:4], "{broken", *lines[4:]])
     pagedcli("generate", prompts, "-o", folder / "whole.jsonl", *FAST, expect=3)
     shards = [folder / f"{i}.jsonl" for i in (1, 2, 3)]
     for number, path in enumerate(shards, 1):
@@ -77,7 +70,7 @@ def test_a_file_without_description_is_no_shard(made, shards, tmp_path):
 
 
 def test_shards_in_completion_order_follow_each_other(tmp_path):
-    prompts = write_lines(tmp_path / "in.jsonl", [{"prompt": f"Story {i}"} for i in range(5)])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": f"Story {i}"} for i in range(5)])
     shards = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for number, path in enumerate(shards, 1):
         pagedcli("generate", prompts, "-o", path, *FAST, "--shard", f"{number}/2", "--order", "completion")

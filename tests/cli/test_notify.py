@@ -52,25 +52,21 @@ def test_a_resumed_run_that_is_complete_counts_the_rows_that_are_there(tmp_path)
     assert (said["EXIT_CODE"], said["ROWS"], said["FAILED_ROWS"]) == ("3", "4", "1")
 
 
-def test_an_error_is_told_on_one_line_and_keeps_its_exit_code(tmp_path):
-    (tmp_path / "in.jsonl").write_text(PROMPTS)
-    (tmp_path / "out.jsonl").write_text("somebody's\n")
-    given = ("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST)
-    result = pagedcli(*given, "--notify", command_for(tmp_path / "said"), expect=2)
+def test_an_error_is_told_on_one_line_and_keeps_its_exit_code(prompts, out, tmp_path):
+    out.write_text("somebody's\n")
+    result = pagedcli("generate", prompts, "-o", out, *FAST, "--notify", command_for(tmp_path / "said"), expect=2)
     said = said_to(tmp_path / "said")
     assert (said["EXIT_CODE"], said["ROWS"]) == ("2", "0")
     assert said["ERROR"]
     assert f"error: {said['ERROR']}" in result.stderr
-    assert (tmp_path / "out.jsonl").read_text() == "somebody's\n"
+    assert out.read_text() == "somebody's\n"
 
 
 @pytest.mark.parametrize("command", ["exit 7", "kill -9 $$", "no-such-command-at-all"])
-def test_a_command_that_fails_is_a_warning(command, tmp_path):
-    (tmp_path / "in.jsonl").write_text(PROMPTS)
-    given = ("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST)
-    result = pagedcli(*given, "--notify", command, expect=0)
+def test_a_command_that_fails_is_a_warning(prompts, out, command):
+    result = pagedcli("generate", prompts, "-o", out, *FAST, "--notify", command, expect=0)
     assert "warning: --notify: the command ended with exit code" in result.stderr
-    assert len(rows_of(tmp_path / "out.jsonl")) == 3
+    assert len(rows_of(out)) == 3
 
 
 def run_as_a_process(tmp_path, *arguments):

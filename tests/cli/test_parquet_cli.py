@@ -1,16 +1,9 @@
-"""`generate`, `plan` and `profile-memory` on Parquet files: the rows of JSONL, also after kills."""
+"""`generate`, `plan` and `profile-memory` on Parquet files: the rows of JSONL, also of a resumed run."""
 
 import json
-import multiprocessing
-import os
-import random
-import time
 
 import pytest
 from cli_harness import FAST, pagedcli, rows_of
-from harness.engine import is_complete, without_run_dependent_fields
-
-from pagedcli.batch.journal import journal_path
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
 import pyarrow.parquet as pq  # noqa: E402
@@ -96,48 +89,9 @@ def test_the_first_rows_and_shards_of_a_table(table, jsonl_rows, tmp_path):
     assert "JSONL" in said
 
 
-def run_in_child(folder, resume):
-    import torch
-
-    torch.set_num_threads(1)
-    os.dup2(os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    flags = [*FAST[:1], "12", *FAST[2:], *(["--resume"] if resume else [])]
-    from cli_harness import pagedcli
-
-    pagedcli("generate", folder / "in.parquet", "-o", folder / "out.parquet", *flags, expect=3)
-
-
-def size_of(path):
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # not there yet, or no longer
-        return 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
-def test_a_run_killed_at_random_moments_gives_the_same_table(table, tmp_path, seed):
-    """Kills fall between rows, and into the writing of the table at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pagedcli.cli.session", "pagedcli.llm", "transformers", "pyarrow.parquet"])
-    folder, rng, out = tmp_path / "killed", random.Random(seed), tmp_path / "killed" / "out.parquet"
-    folder.mkdir()
-    table.rename(folder / "in.parquet")
-    pagedcli(
-        "generate", folder / "in.parquet", "-o", tmp_path / "whole.parquet", "--max-tokens", 12, *FAST[2:], expect=3
-    )
-    num_kills = 0
-    while not is_complete(out):
-        process = context.Process(target=run_in_child, args=(folder, num_kills > 0))
-        process.start()
-        target = rng.uniform(0, 5000) if num_kills < 3 else float("inf")
-        while process.is_alive() and size_of(journal_path(out)) <= target:
-            time.sleep(0.002)
-        process.kill()
-        process.join()
-        num_kills += 1
-    assert num_kills > 1
-    resumed, whole = (pq.read_table(path).to_pylist() for path in (out, tmp_path / "whole.parquet"))
-    assert [without_run_dependent_fields(row) for row in resumed] == [
-        without_run_dependent_fields(row) for row in whole
-    ]
+def test_a_stopped_run_is_resumed_to_the_same_table(table, jsonl_rows, tmp_path):
+    run = ("generate", table, "-o", tmp_path / "out.parquet", *FAST)
+    pagedcli(*run, "--max-errors", 1, expect=1)
+    assert not (tmp_path / "out.parquet").exists()
+    pagedcli(*run, "--resume", expect=3)
+    assert answers(tmp_path / "out.parquet") == expected(jsonl_rows)

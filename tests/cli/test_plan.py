@@ -9,7 +9,7 @@ from conftest import shared_data
 from harness.core import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.planning.prompt_survey import PrefixRows, PromptSurvey, percentile
+from pagedcli.planning.prompt_survey import PrefixRows, PromptSurvey
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
@@ -134,13 +134,6 @@ def test_samples_of_a_prompt_share_its_full_blocks_and_need_their_own_for_the_re
     assert row["num_blocks"] == 2 + 3 * 2 + 1
     assert row["waste"] == pytest.approx(1 - (32 + 3 * 27 + 16) / (9 * 16))
     assert found.output_tokens == 67
-
-
-def test_percentiles():
-    found = PromptSurvey()
-    for length in (1, 2, 3, 4, 100):
-        found.add(0, [5] * length, 0)
-    assert [percentile(found.prompt_lengths, share) for share in (0, 0.5, 0.95, 1)] == [1, 3, 100, 100]
 
 
 # ---------------------------------------------------------------------- the command

@@ -5,22 +5,18 @@ import random
 import re
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, write_rows
 
-from pagedcli.answers.survey import first_answer
 from pagedcli.bench.spread import Busy, BusyWatch
-from pagedcli.cli import plan
 
 
 @pytest.fixture
 def many(tmp_path):
     """Rows that generate exactly max_tokens."""
-    path = tmp_path / "many.jsonl"
     story = "Once upon a time there was a fox"
     rows = [{"prompt": f"{story} {'and ' * (i % 7)}{i % 5}", "max_tokens": 8 + i % 20, "ignore_eos": True,
              "temperature": 0} for i in range(30)]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "many.jsonl", rows)
 
 
 def forecast_of(path, *flags, expect=0):
@@ -73,16 +69,11 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     assert "--expected-output and --outputs both set the output lengths" in result.stderr
 
 
-def write_rows(path, num_rows, **fields):
-    rows = ({"prompt": f"row {n}: and a fox", "max_tokens": 4, "ignore_eos": True, **fields} for n in range(num_rows))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
     """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
     monkeypatch.setattr("pagedcli.cli.plan.MOST_SIMULATED", 100)
-    path = write_rows(tmp_path / "in.jsonl", 600, max_tokens=200)
+    rows = [{"prompt": f"row {n}: and a fox", "max_tokens": 200, "ignore_eos": True} for n in range(600)]
+    path = write_rows(tmp_path / "in.jsonl", rows)
     found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
         "forecast"
     ]
@@ -99,24 +90,7 @@ def long_file(tmp_path_factory):
     for n in range(12_000):
         tokens = [5, 6, 7] * 8 + [rng.randrange(3, 200) for _ in range(rng.randint(4, 8 + n // 400))]
         lines.append(json.dumps({"prompt": [] if n % 50 == 3 else tokens, "max_tokens": rng.choice([2, 9])}))
-    path = tmp_path_factory.mktemp("sample") / "in.jsonl"
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
-
-
-@pytest.mark.slow
-def test_the_sample_has_the_whole_file_in_its_intervals(long_file, monkeypatch):
-    answers = []
-    monkeypatch.setattr(plan, "first_answer", lambda *given: answers.append(first_answer(*given)) or answers[-1])
-    whole = json.loads(pagedcli("plan", long_file, "--no-calibrate", "--format", "json", expect=3).stdout)
-    [found] = answers
-    assert 1000 < found.scan.num_rows < 4000
-    for about, value in ((found.rows, whole["num_rows"]), (found.prompt_tokens, whole["num_prompt_tokens"])):
-        assert about.low <= value <= about.high
-        assert about.high < 1.25 * about.low
-    assert 0.1 < found.run.hit_rate <= whole["forecast"]["hit_rate"] + 0.01
-    bad = found.scan.num_bad / found.scan.num_rows
-    assert bad == pytest.approx(whole["num_bad_rows"] / whole["num_rows"], rel=0.6)
+    return write_rows(tmp_path_factory.mktemp("sample") / "in.jsonl", lines)
 
 
 @pytest.mark.long

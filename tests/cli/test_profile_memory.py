@@ -17,11 +17,10 @@ from pagedcli.runner.llm_engine import LLMEngine
 SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 
 
-@pytest.fixture
-def qwen3(tmp_path):
-    """A folder with config.json alone."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
-    return tmp_path
+def described(folder, config=QWEN3_06B):
+    """The folder with a config.json alone."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def profile_memory(*arguments, expect=0):
@@ -36,16 +35,8 @@ def terms_of(found, column="measured_bytes"):
     return {row["term"]: row[column] for row in found["waterfall"]}
 
 
-@pytest.fixture
-def large(tmp_path):
-    """A folder with the config.json of a Qwen3-30B-A3B alone."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
-    return tmp_path
-
-
-def test_a_model_too_large_is_refused_before_it_is_loaded(large):
-    config = large / "config.json"  # more layers than any memory holds
-    config.write_text(json.dumps(QWEN3_30B_A3B | {"num_hidden_layers": 4000}))
+def test_a_model_too_large_is_refused_before_it_is_loaded(tmp_path):
+    large = described(tmp_path, QWEN3_30B_A3B | {"num_hidden_layers": 4000})  # more than any memory holds
     (large / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"the weights of .* take 4\.\d\d TiB, but only"):
         LLMEngine(EngineConfig(model=str(large), device="cpu"))
@@ -54,11 +45,11 @@ def test_a_model_too_large_is_refused_before_it_is_loaded(large):
     assert re.search(r"num_kvcache_blocks = 0: 4\.\d\d TiB short", plan.stdout)
 
 
-def test_a_folder_without_weights_is_predicted_for_this_machine(qwen3):
-    found = as_json("-m", qwen3, "--device", "cpu", *SMALL)
+def test_a_folder_without_weights_is_predicted_for_this_machine(tmp_path):
+    found = as_json("-m", described(tmp_path), "--device", "cpu", *SMALL)
     assert not found["measured"]
     assert found["weights_bytes"] == 2 * 596_049_920
-    assert "has no weights: predicting" in profile_memory("-m", qwen3, "--device", "cpu", *SMALL).stderr
+    assert "has no weights: predicting" in profile_memory("-m", tmp_path, "--device", "cpu", *SMALL).stderr
 
 
 # ---------------------------------------------------------------------- measured
@@ -99,8 +90,8 @@ def test_activations_of_a_small_model_count_what_the_allocator_keeps(tmp_path):
     assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.15)
 
 
-def test_as_configured_means_the_same_in_every_table(qwen3):
-    found = as_json("-m", qwen3, "--device", "cpu", "--kv-cache-memory", "1GiB", "--memory", "24GiB")
+def test_as_configured_means_the_same_in_every_table(tmp_path):
+    found = as_json("-m", described(tmp_path), "--device", "cpu", "--kv-cache-memory", "1GiB", "--memory", "24GiB")
     [at_once] = [row["max_concurrency"] for row in found["concurrency"] if row["at"] == "model length"]
     own = found["fits"][0]
     assert own["flags"] == "as configured"
@@ -131,8 +122,8 @@ def test_the_prediction_is_near_what_a_fresh_process_measures(quantization, tmp_
 
 
 @pytest.mark.parametrize("machine", [("--memory", "24GiB", "--quantization", "int4"), ("--gpu", "h200")])
-def test_the_setting_for_what_is_left_gives_what_it_promises(large, machine):
-    flags = ("-m", large, "--max-model-len", "8192", *machine)
+def test_the_setting_for_what_is_left_gives_what_it_promises(tmp_path, machine):
+    flags = ("-m", described(tmp_path, QWEN3_30B_A3B), "--max-model-len", "8192", *machine)
     found = as_json(*flags)
     if "--gpu" in machine:  # its pool takes everything
         assert found["left_setting"] is None

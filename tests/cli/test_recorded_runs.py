@@ -8,9 +8,9 @@ import re
 import pytest
 from cli_harness import FAST, pagedcli
 from harness.core import simulated, write
-from kv_event_harness import CLEARED, message, removed, stored
+from kv_event_harness import CLEARED, message, record, removed, stored
 
-from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, stored_runs
+from pagedcli.kvevents.capture import CaptureReader, stored_runs
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,7 @@ ROUNDS = [
 
 @pytest.fixture
 def recording(tmp_path):
-    path = tmp_path / "events.jsonl.zst"
-    with CaptureWriter(path, ["tcp://host:1"], tokens=True) as writer:
-        for time_s, frames in enumerate(ROUNDS):
-            writer.write(frames, float(time_s))
-    return path
+    return record(tmp_path / "events.jsonl.zst", ROUNDS)
 
 
 def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
@@ -79,12 +75,11 @@ def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would
 def test_explain_shows_where_prompts_diverge_in_text(tmp_path):
     from pagedcli.cli.recording import kv_decoder
 
-    path, size, decode = tmp_path / "e.jsonl", 8, kv_decoder("builtin")
+    size, decode = 8, kv_decoder("builtin")
     text = {decode((token,)): token for token in range(300, 0, -1)}
     cached, prompt = ([text[c] for c in f"{'at 15:'}{end}"] for end in ("09", "10"))
-    with CaptureWriter(path, ["x"], tokens=True) as writer:
-        events = [stored(n, tokens=ids, block_size=size) for n, ids in enumerate((cached, prompt), 1)]
-        writer.write(message(0, *events), 0.0)
+    events = [stored(n, tokens=ids, block_size=size) for n, ids in enumerate((cached, prompt), 1)]
+    path = record(tmp_path / "e.jsonl", [message(0, *events)])
     said = pagedcli("explain", path, "--tokenizer", "builtin", "--format", "json").stdout
     (row,) = [row for row in json.loads(said)["lookups"] if row["divergence"] is not None]
     expected = 'first divergence at token 6: earlier "at 15:09" (request 0) vs prompt "at 15:10"'
@@ -92,9 +87,7 @@ def test_explain_shows_where_prompts_diverge_in_text(tmp_path):
 
 
 def test_without_token_ids_no_text_can_be_shown(tmp_path):
-    private = tmp_path / "private.jsonl"
-    with CaptureWriter(private, ["x"], tokens=False) as writer:
-        writer.write(ROUNDS[0], 0.0)
+    private = record(tmp_path / "private.jsonl", ROUNDS[:1], tokens=False)
     assert "no token ids" in pagedcli("explain", private, "--tokenizer", "builtin", expect=2).stderr
 
 

@@ -1,10 +1,9 @@
 """Prompts of repetitive text: no command that analyses ends in a crash, and a finding that fails costs a line."""
 
-import json
 import random
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, write_rows
 
 from pagedcli.answers.divergence import Finder
 from pagedcli.planning.differences import between
@@ -33,8 +32,7 @@ def repetitive_file(path, seed):
     draw = random.Random(seed)
     pieces = [_piece(draw) for _ in range(draw.randint(1, 4))]
     prompts = ["".join(draw.choices(pieces, k=draw.randint(1, 4))) for _ in range(draw.randint(3, 9))]
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return path
+    return write_rows(path, [{"prompt": prompt} for prompt in prompts])
 
 
 def _analysed(tmp_path, seed):

@@ -4,14 +4,13 @@ tests/snapshots/NAME.txt has the commands, each followed by what it printed, fir
 `pytest tests/cli/test_snapshots.py --renew-snapshots` writes them anew, also for commands that were added.
 """
 
-import importlib.util
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
+import questions
 from conftest import native_library
 from model_zoo import tiny_model
 from models_by_config import QWEN3_30B_A3B
@@ -37,10 +36,6 @@ MASKS = (
 def folder(tmp_path_factory):
     """The files of scripts/questions.py, and some that are wrong."""
     native_library()
-    spec = importlib.util.spec_from_file_location("questions", ROOT / "scripts" / "questions.py")
-    questions = importlib.util.module_from_spec(spec)
-    sys.modules["questions"] = questions
-    spec.loader.exec_module(questions)
     made = tmp_path_factory.mktemp("snapshots")
     with questions.in_folder(made):
         questions.make_files(made)

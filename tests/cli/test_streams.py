@@ -39,13 +39,6 @@ def test_stdout_shows_a_question_mark_for_what_its_locale_has_not(tmp_path):
     assert shown.startswith("?? step 3, as its forward pass sees the cache")
 
 
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "in.jsonl"
-    path.write_text(PROMPTS)
-    return path
-
-
 @pytest.mark.long
 def test_rows_do_not_need_stderr(prompts):
     result = shell(f"pagedcli generate {prompts} {' '.join(FAST)} 2>&-", expect=0)

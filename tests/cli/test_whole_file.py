@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_harness import pagedcli, rows_of
+from cli_harness import pagedcli, rows_of, write_rows
 
 FAST = ("--max-tokens", "6", "--num-kvcache-blocks", "64", "--max-num-seqs", "4")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -13,11 +13,6 @@ TEMPLATE = (
 )
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
 USER = [{"role": "user", "content": "Hi"}]
-
-
-def write(path, *lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture
@@ -36,8 +31,10 @@ def num_prompt_tokens(*arguments):
 
 
 def test_a_system_prompt_from_a_file_is_the_text_in_it_and_part_of_the_fingerprint(folder):
-    write(folder / "in.jsonl", {"messages": USER}, {"prompt": "Hi"})
-    write(folder / "written.jsonl", *[{"messages": [{"role": "system", "content": "You are a pirate."}, *USER]}] * 2)
+    write_rows(folder / "in.jsonl", [{"messages": USER}, {"prompt": "Hi"}])
+    write_rows(
+        folder / "written.jsonl", [{"messages": [{"role": "system", "content": "You are a pirate."}, *USER]}] * 2
+    )
     pagedcli("generate", "in.jsonl", "-o", "file.jsonl", "--system", "@system.txt", *FAST)
     pagedcli("generate", "in.jsonl", "-o", "text.jsonl", "--system-prompt", "You are a pirate.", *FAST)
     pagedcli("generate", "written.jsonl", "-o", "written_out.jsonl", *FAST)
@@ -53,7 +50,7 @@ def test_tools_are_shown_to_chats_without_their_own(folder):
     template = ("--chat-template", "tools.jinja")
 
     def tokens(*lines, tools=True):
-        write(folder / "in.jsonl", *lines)
+        write_rows(folder / "in.jsonl", lines)
         return num_prompt_tokens("in.jsonl", *template, *(("--tools", "@tools.json") if tools else ()))
 
     bare = tokens({"messages": USER}, tools=False)
@@ -68,8 +65,10 @@ def test_tools_are_shown_to_chats_without_their_own(folder):
 def test_a_schema_holds_for_rows_without_their_own_grammar(folder):
     wrapped = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
     (folder / "openai.json").write_text(json.dumps(wrapped))
-    write(folder / "in.jsonl", {"prompt": "Hi"}, {"prompt": "Hi", "regex": "[0-9]{2}"})
-    write(folder / "own.jsonl", {"prompt": "Hi", "response_format": wrapped}, {"prompt": "Hi", "regex": "[0-9]{2}"})
+    write_rows(folder / "in.jsonl", [{"prompt": "Hi"}, {"prompt": "Hi", "regex": "[0-9]{2}"}])
+    write_rows(
+        folder / "own.jsonl", [{"prompt": "Hi", "response_format": wrapped}, {"prompt": "Hi", "regex": "[0-9]{2}"}]
+    )
     expected = pagedcli("generate", "own.jsonl", "--max-tokens", "20").stdout
     for given in ("@schema.json", "@openai.json", json.dumps(SCHEMA)):
         assert pagedcli("generate", "in.jsonl", "--response-format", given, "--max-tokens", "20").stdout == expected
@@ -89,19 +88,19 @@ def test_the_configuration_file_takes_them_too(folder):
 
 
 def test_a_rows_own_tools_that_cannot_be_shown_are_an_error_row(folder):
-    write(folder / "in.jsonl", {"messages": USER, "tools": TOOLS}, {"messages": USER, "tools": [1]},
-          {"prompt": "Hi", "tools": TOOLS})  # fmt: skip
+    others = [{"messages": USER, "tools": [1]}, {"prompt": "Hi", "tools": TOOLS}]
+    write_rows(folder / "in.jsonl", [{"messages": USER, "tools": TOOLS}, *others])
     rows = rows_of(pagedcli("generate", "in.jsonl", *FAST, expect=3).stdout)
     assert [row["error"]["code"] for row in rows] == ["unsupported_parameter", "invalid_request", "invalid_request"]
 
 
 def test_plan_and_simulate_leave_out_what_generate_does_not_compute(folder):
     draws = [{"prompt": "Story", "temperature": 1, "seed": seed} for seed in (1, 1, None, None)]
-    write(folder / "in.jsonl", *draws)  # two of them draw the same
+    write_rows(folder / "in.jsonl", draws)  # two of them draw the same
     flags = ("--deduplicate", "--no-calibrate", "--format", "json")
     shown = json.loads(pagedcli("plan", "in.jsonl", *flags).stdout)
     assert {"what": "with the answers of an earlier one, left out", "rows": 1} in shown["rows"]
-    write(folder / "in.jsonl", *[{"prompt": f"Story {i % 3}"} for i in range(9)])
+    write_rows(folder / "in.jsonl", [{"prompt": f"Story {i % 3}"} for i in range(9)])
     shown = json.loads(pagedcli("plan", "in.jsonl", *flags).stdout)
     assert {"what": "with the answers of an earlier one, left out", "rows": 6} in shown["rows"]
     simulated = json.loads(pagedcli("simulate", "in.jsonl", "--deduplicate", "--pool", "64", "--format", "json").stdout)

@@ -339,6 +339,11 @@ def is_complete(output):
     return output.exists() and not journal_path(output).exists()
 
 
+def comparable_rows(path):
+    """The rows of a file without the fields in which equal runs may differ."""
+    return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
+
+
 def without_run_dependent_fields(row):
     """When the run began and what the cache held: these two may differ."""
     body = (row.get("response") or {}).get("body", row)

@@ -4,11 +4,11 @@ import json
 
 import msgspec
 import pytest
-from kv_event_harness import CLEARED, message, read_lookups, removed, stored
+from kv_event_harness import CLEARED, message, read_lookups, record, removed, stored
 
 from pagedcli.answers.why import divergence_text
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, is_capture
+from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
 from pagedcli.show.kv_tables import facts
 
@@ -21,13 +21,6 @@ MESSAGES = [
 ]
 
 
-def record(path, messages=MESSAGES, **options):
-    with CaptureWriter(path, ["tcp://host:1"], **options) as writer:
-        for time_s, frames in enumerate(messages):
-            writer.write(frames, float(time_s))
-    return path
-
-
 def state_of(rows, **options):
     state = KVState(["x"], **options)
     for frames, time_s, source in rows:
@@ -37,7 +30,7 @@ def state_of(rows, **options):
 
 @pytest.mark.parametrize("name", ["events.jsonl", "events.jsonl.zst"])
 def test_with_tokens_the_frames_come_back_as_they_were(tmp_path, name):
-    path = record(tmp_path / name, tokens=True)
+    path = record(tmp_path / name, MESSAGES, tokens=True)
     reader = CaptureReader(path)
     assert [(frames, time_s) for frames, time_s, _ in reader] == [(m, float(t)) for t, m in enumerate(MESSAGES)]
     assert reader.sources == ["tcp://host:1"]
@@ -46,13 +39,16 @@ def test_with_tokens_the_frames_come_back_as_they_were(tmp_path, name):
 
 def test_without_tokens_every_count_is_the_same(tmp_path):
     live = state_of((frames, float(time_s), 0) for time_s, frames in enumerate(MESSAGES))
-    recorded = state_of(CaptureReader(record(tmp_path / "events.jsonl", tokens=False)))
+    recorded = state_of(CaptureReader(record(tmp_path / "events.jsonl", MESSAGES, tokens=False)))
     expected, found = facts(live), facts(recorded)
     assert {**expected, "notes": len(expected["notes"])} == {**found, "notes": len(found["notes"])}
 
 
 def test_without_tokens_nothing_private_is_in_the_file(tmp_path):
-    frames = [b"".join(f for f in frames) for frames, _, _ in CaptureReader(record(tmp_path / "e.jsonl", tokens=False))]
+    frames = [
+        b"".join(f for f in frames)
+        for frames, _, _ in CaptureReader(record(tmp_path / "e.jsonl", MESSAGES, tokens=False))
+    ]
     everything = b"".join(frames)
     for secret in SECRETS:
         encoded = secret.encode() if isinstance(secret, str) else msgspec.msgpack.encode(secret)
@@ -111,7 +107,7 @@ def test_a_file_of_tensorrt_llm_events_is_read_line_by_line(tmp_path):
 
 
 def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
-    path = record(tmp_path / "e.jsonl", tokens=True)
+    path = record(tmp_path / "e.jsonl", MESSAGES, tokens=True)
     path.write_bytes(path.read_bytes()[:-20])
     reader = CaptureReader(path)
     assert len(list(reader)) == len(MESSAGES) - 1

@@ -1,8 +1,7 @@
 """What the state says of small streams that one can follow by hand."""
 
-from kv_event_harness import CLEARED, message, removed, stored
+from kv_event_harness import CLEARED, message, removed, state_of, stored
 
-from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import TreeShape, largest_branches, token_ids
 from pagedcli.show.kv_tables import (
     LoraRow,
@@ -13,13 +12,6 @@ from pagedcli.show.kv_tables import (
     medium_class,
     summary,
 )
-
-
-def state_of(*messages, **options):
-    state = KVState(["tcp://host:1"], **options)
-    for time_s, frames in enumerate(messages):
-        state.take(frames, float(time_s))
-    return state
 
 
 def resident(state):
@@ -185,9 +177,7 @@ def test_where_a_copy_lies_and_whose_it_is_are_counted():
 
 
 def test_rates_are_of_the_last_ten_seconds():
-    state = KVState()
-    for second in range(31):
-        state.take(message(second, stored(second)), float(second))
+    state = state_of(*(message(second, stored(second)) for second in range(31)))
     assert facts(state)["stored_blocks_per_s"] == 1.1  # eleven messages from second 20 to 30
     assert len(state.recent) == 11
 

@@ -5,7 +5,7 @@ import struct
 from array import array
 
 import pytest
-from kv_event_harness import message, stored
+from kv_event_harness import message, state_of, stored
 
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.formats import decode_batch
@@ -273,17 +273,12 @@ def test_tokens_are_kept_only_as_far_as_they_fit():
 
 
 def test_cache_groups_beyond_the_limit_are_said():
-    state = KVState()
-    for group in range(70):
-        state.take(message(group, stored(group, group_idx=group)), 0.0)
+    state = state_of(*(message(group, stored(group, group_idx=group)) for group in range(70)))
     assert len(state.trees) == 64
     assert state.num_malformed == 6
     assert "too many cache groups" in state.notes[-1]
 
 
 def test_a_tree_never_holds_more_blocks_than_its_limit():
-    state = KVState(max_blocks=10)
-    for number in range(100):
-        state.take(message(number, stored(number)), float(number))
-    (tree,) = state.trees
+    (tree,) = state_of(*(message(number, stored(number)) for number in range(100)), max_blocks=10).trees
     assert (len(tree.nodes), tree.num_refused) == (10, 90)

@@ -7,21 +7,17 @@ from collections import OrderedDict
 import msgspec
 import pytest
 from cli_harness import pagedcli
-from kv_event_harness import message, read_lookups, removed, stored
+from kv_event_harness import CLEARED, message, numbered, read_lookups, record, removed, state_of, stored
 
 from pagedcli.answers.cures import cures
 from pagedcli.answers.why import Reasons, why_of_server
-from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
-from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.tree import SIZES
 from pagedcli.planning.prompt_sample import PromptSample
 
 
 def judged(*messages):
-    state = KVState(larger=SIZES)
-    for number, events in enumerate(messages):
-        state.take(message(number, *events), float(number))
-    return why_of_server(state)
+    return why_of_server(state_of(*numbered(messages), larger=SIZES))
 
 
 MORE_MEMORY = (
@@ -37,9 +33,7 @@ def test_what_was_evicted_and_stored_again_is_counted_with_the_blocks_that_would
 
 
 def test_a_running_server_says_nothing_of_larger_caches():
-    state = KVState()
-    for number, events in enumerate(([stored(1, 2)], [removed(2), removed(1)], [stored(1, 2)])):
-        state.take(message(number, *events), float(number))
+    state = state_of(*numbered(([stored(1, 2)], [removed(2), removed(1)], [stored(1, 2)])))
     assert "more blocks would have kept" not in why_of_server(state)
 
 
@@ -79,10 +73,8 @@ def test_an_empty_stream_is_not_judged():
 
 
 def test_the_commands_begin_with_the_answer(tmp_path):
-    path = tmp_path / "events.jsonl.zst"
-    with CaptureWriter(path, ["tcp://host:1"], tokens=True) as writer:
-        for number, events in enumerate(([stored(1, 2, 3)], [removed(3), removed(2)], [stored(2, 3, parent=1)])):
-            writer.write(message(number, *events), float(number))
+    batches = [[stored(1, 2, 3)], [removed(3), removed(2)], [stored(2, 3, parent=1)]]
+    path = record(tmp_path / "events.jsonl.zst", numbered(batches))
     begins = "40.0 % of the stored blocks (2 of 5)"
     for command in ("explain", "attach"):
         assert pagedcli(command, path).stdout.startswith(begins)
@@ -96,12 +88,10 @@ def test_a_recording_with_tokens_says_where_prompts_diverge_as_other_commands_do
     """Twenty chats that begin with another number each and are equal after it, as a server stores their blocks."""
     library = list(range(100, 164))
     rows = [[7, 200 + number, *library, *[300 + number] * 14] for number in range(20)]
-    paths = [tmp_path / "tokens.jsonl", tmp_path / "digests.jsonl"]
-    for path, tokens in zip(paths, (True, False), strict=True):
-        with CaptureWriter(path, ["tcp://host:1"], tokens=tokens) as writer:
-            for number, ids in enumerate(rows):
-                hashes = range(10 * number + 1, 10 * number + 6)
-                writer.write(message(number, stored(*hashes, tokens=ids, block_size=16)), float(number))
+    batches = [
+        [stored(*range(10 * number + 1, 10 * number + 6), tokens=ids, block_size=16)] for number, ids in enumerate(rows)
+    ]
+    paths = [record(tmp_path / f"{tokens}.jsonl", numbered(batches), tokens=tokens) for tokens in (True, False)]
     with_tokens, without = (
         json.loads(pagedcli("explain", path, "--format", "json").stdout)["answer"] for path in paths
     )
@@ -138,8 +128,7 @@ def test_the_curve_is_a_lower_bound_that_one_more_block_closes():
         accesses = [min(rng.randrange(40), rng.randrange(40)) for _ in range(400)]
         size = rng.randrange(3, 12)
         events, num_misses = lru(accesses, size)
-        state = KVState(larger=range(1, 40))
-        state.take(message(0, *events), 0.0)
+        state = state_of(message(0, *events), larger=range(1, 40))
         kept = {point.num_more_blocks: point.num_blocks_kept for point in state.curve()}
         assert all(point.num_tokens_kept == 2 * point.num_blocks_kept for point in state.curve())
         for more in range(1, 30):
@@ -150,53 +139,38 @@ def test_the_curve_is_a_lower_bound_that_one_more_block_closes():
 
 
 def test_a_cleared_cache_would_have_been_cleared_at_any_size():
-    state = KVState(larger=SIZES)
-    state.take(message(0, stored(1, 2), removed(2), {"type": "AllBlocksCleared"}, stored(1, 2)), 0.0)
-    assert state.curve() == []
-
-
-def record(path, batches, *, tokens=True):
-    with CaptureWriter(path, ["tcp://host:1"], tokens=tokens) as writer:
-        for number, events in enumerate(batches):
-            writer.write(message(number, *events), float(number))
-    return path
+    cleared = message(0, stored(1, 2), removed(2), CLEARED, stored(1, 2))
+    assert state_of(cleared, larger=SIZES).curve() == []
 
 
 def salts(found):
     return Reasons("", found.lookups(), found.block_size).salts()
 
 
-def chains(path):
-    found = read_lookups(CaptureReader(path))
+def lookups_of(folder, batches):
+    return read_lookups(CaptureReader(record(folder / "a.jsonl", numbered(batches))))
+
+
+def chains(folder, batches):
+    found = lookups_of(folder, batches)
     return [(request.num_hit, request.num_prompt, found.depth(request.end)) for request in found.requests]
 
 
 def test_what_comes_before_a_stored_run_was_found(tmp_path):
-    path = record(
-        tmp_path / "a.jsonl",
-        [
-            [stored(1, 2, 3)],
-            [stored(4, 5, parent=2)],
-            [stored(6, parent=5)],
-            [stored(7, parent=6)],
-            [stored(8, 9, parent=3)],
-        ],
-    )
+    batches = [[stored(1, 2, 3)], [stored(4, 5, parent=2)], [stored(6, parent=5)], [stored(7, parent=6)]]
     # the second hits 2 blocks and generates 2 alone; the third continues the first after a while, and hits 3
-    assert chains(path) == [(0, 3, 3), (2, 4, 6), (3, 5, 5)]
+    assert chains(tmp_path, [*batches, [stored(8, 9, parent=3)]]) == [(0, 3, 3), (2, 4, 6), (3, 5, 5)]
 
 
 def test_the_next_chunk_of_a_prompt_is_the_same_request(tmp_path):
-    path = record(
-        tmp_path / "a.jsonl", [[stored(1, 2)], [stored(3, 4, parent=2)], [stored(9, 10)], [stored(5, 6, parent=4)]]
-    )
-    assert chains(path) == [(0, 4, 4), (0, 2, 2), (4, 6, 6)]
+    batches = [[stored(1, 2)], [stored(3, 4, parent=2)], [stored(9, 10)], [stored(5, 6, parent=4)]]
+    assert chains(tmp_path, batches) == [(0, 4, 4), (0, 2, 2), (4, 6, 6)]
 
 
 def test_a_block_that_comes_and_goes_does_not_hide_what_a_prompt_begins_with(tmp_path):
     comes_and_goes = [[stored(2)], [removed(2)]] * 300
     batches = [[stored(1, tokens=[5, 6])], *comes_and_goes, [stored(3, tokens=[5, 7])]]
-    found = read_lookups(CaptureReader(record(tmp_path / "a.jsonl", batches)))
+    found = lookups_of(tmp_path, batches)
     assert found.requests[-1].num_partial_tokens == 1
 
 
@@ -211,18 +185,14 @@ def test_salts_keep_requests_apart_and_have_hit_rates_of_their_own(tmp_path, tok
         [stored(14, parent=13, tokens=[5, 5]), stored(15, 16, parent=13, tokens=[6, 6, 7, 7])],
         [stored(21, 22, 23, tokens=same)],
     ]
-    path = record(tmp_path / "a.jsonl", batches, tokens=tokens)
+    path = record(tmp_path / "salts.jsonl", numbered(batches), tokens=tokens)
     found = read_lookups(CaptureReader(path))
     assert [request.num_hit for request in found.requests] == [0, 0, 3, 0]
-    assert [each.reason for each in found.lookups()] == [
-        "no_shared_prefix",
-        "different_salt",
-        "not_seen_before",
-        "different_salt",
-    ]
+    reasons = ["no_shared_prefix", "different_salt", "not_seen_before", "different_salt"]
+    assert [each.reason for each in found.lookups()] == reasons
     rows = {row.salt: (row.num_lookups, row.num_tokens, row.tokens_hit) for row in salts(found)}
     assert rows == {"1": (1, 6, 0), "2": (2, 16, 6), "none": (1, 6, 0)}
-    assert salts(read_lookups(CaptureReader(record(tmp_path / "b.jsonl", [[stored(1, 2)]])))) == []
+    assert salts(lookups_of(tmp_path, [[stored(1, 2)]])) == []
     document = msgspec.json.decode(pagedcli("explain", path, "--format", "json").stdout)
     assert [row["salt"] for row in document["salts"]] == ["2", "1", "none"]
     assert "tenant" not in pagedcli("attach", path).stdout

@@ -142,12 +142,7 @@ def test_models_with_recurrent_state_need_triton_on_a_gpu(tmp_path_factory, monk
 
 # (driver, CUDA of torch, CUDA_VISIBLE_DEVICES, whether there are device files) -> what is said
 UNSEEN = {
-    (
-        "535.104.05",
-        "13.0",
-        None,
-        True,
-    ): r"built for CUDA 13.0, which needs driver 580; pip install .* torch .*whl/cu126",
+    ("535.104.05", "13.0", None, True): r"CUDA 13.0, which needs driver 580; pip install .* torch .*whl/cu126",
     ("580.65.06", None, None, True): r"CPU-only build; pip install --force-reinstall torch .*whl/cu130 brings one",
     ("535.104.05", None, None, True): r"CPU-only build; pip install .*whl/cu126 brings one for this driver",
     ("470.57.02", "12.6", None, True): r"built for CUDA 12.6, which needs driver 525; install a newer driver$",

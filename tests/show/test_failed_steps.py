@@ -12,7 +12,7 @@ from pagedcli.events import RequestFinished, StepFailed, StepScheduled, StepStar
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.report import render_report
 from pagedcli.trace.files import TraceReader
-from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.fold import fold, pool_fold
 from pagedcli.views.explain import explain_trace, totals_of
 from pagedcli.views.moment import Moment, Replay
 
@@ -31,8 +31,7 @@ def count(events, event_type):
 
 def test_the_summary_counts_failed_steps_among_all(events):
     moment = Moment()
-    for _ in pool_fold(moment).steps(events):
-        pass
+    fold(events, moment)
     assert moment.summary()["num_failed_steps"] == moment.stats.facts.num_failed_steps == count(events, StepFailed)
     assert moment.stats.facts.num_steps == count(events, StepStarted)
 

@@ -11,7 +11,7 @@ from pagedcli.show.data_files import DataFiles
 from pagedcli.show.panels import work_lines
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import step_tables
-from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.fold import fold, pool_fold
 from pagedcli.views.explain import explain_trace
 from pagedcli.views.moment import Moment
 from pagedcli.views.state_slots import slot_counts, slots_line, slots_of, state_slots
@@ -39,9 +39,7 @@ def events():
 def moments(events):
     """Each moment after a step was scheduled."""
     moment, kept = Moment(), []
-    fold = pool_fold(moment)
-    for event in events:
-        fold(event)
+    for event in pool_fold(moment).steps(events):
         if isinstance(event, ev.StepScheduled):
             kept.append(moment.copy())
     return kept
@@ -81,9 +79,7 @@ def test_tables_json_and_figures_show_the_slots(events):
 def test_the_data_has_a_table_of_slots_only_with_recurrent_state(events, tmp_path):
     for name, given in (("with", events), ("without", [e for e in events if not is_of_slots(e)])):
         files = DataFiles(tmp_path / f"{name}.jsonl")
-        fold = pool_fold(StepRows(files.write, StepChoice()))
-        for event in given:
-            fold(event)
+        fold(given, StepRows(files.write, StepChoice()))
         files.close()
     assert not (tmp_path / "without.slots.jsonl").exists()
     rows = [json.loads(line) for line in (tmp_path / "with.slots.jsonl").read_text().splitlines()]

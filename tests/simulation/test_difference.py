@@ -9,7 +9,7 @@ from itertools import combinations
 
 import msgspec
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, write_rows
 from harness.core import plan_for
 
 import pagedcli.events as ev
@@ -219,10 +219,7 @@ def test_a_run_without_prefix_caching_has_no_hashes_to_compare(tmp_path):
 
 
 def prompt_file(path, rows):
-    path.write_text(
-        "".join(json.dumps({"id": name, "prompt": prompt, "max_tokens": 3}) + "\n" for name, prompt in rows)
-    )
-    return path
+    return write_rows(path, [{"id": name, "prompt": prompt, "max_tokens": 3} for name, prompt in rows])
 
 
 def test_two_prompt_files_are_compared_as_this_machine_would_run_them(tmp_path):

@@ -5,9 +5,8 @@ import json
 import pytest
 from cli_harness import pagedcli
 from conftest import shared_data
-from kv_event_harness import message, removed, stored
+from kv_event_harness import numbered, record, removed, stored
 
-from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.sources import read_kv_events
 
@@ -15,16 +14,8 @@ from pagedcli.simulation.sources import read_kv_events
 @pytest.fixture
 def recording(tmp_path):
     """A server stores a chain of three blocks, evicts the last two, and computes them again; another root follows."""
-    messages = [
-        message(0, stored(11, 12, 13)),
-        message(1, removed(12, 13)),
-        message(2, stored(12, 13, parent=11)),
-        message(3, stored(20)),
-    ]
-    with CaptureWriter(tmp_path / "events.jsonl", ["tcp://host:1"], tokens=True) as writer:
-        for time_s, frames in enumerate(messages):
-            writer.write(frames, float(time_s))
-    return tmp_path / "events.jsonl"
+    batches = [[stored(11, 12, 13)], [removed(12, 13)], [stored(12, 13, parent=11)], [stored(20)]]
+    return record(tmp_path / "events.jsonl", numbered(batches))
 
 
 def test_blocks_that_a_server_computed_again_are_the_hits_of_a_larger_cache(recording):

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_harness import pagedcli
-from test_trace_formats import write
+from cli_harness import pagedcli, write_rows
+from model_zoo import tiny_model
 
 from pagedcli.core.eviction import POLICIES, Fifo
 from pagedcli.events import RequestPreempted
@@ -25,7 +25,7 @@ def rows(num_rows=60):
 
 @pytest.fixture
 def trace(tmp_path):
-    return write(tmp_path / "trace.jsonl", list(rows()))
+    return write_rows(tmp_path / "trace.jsonl", list(rows()))
 
 
 def simulate(trace, *flags, expect=0):
@@ -49,7 +49,7 @@ def test_of_a_file_with_salts_and_its_recording_one_salt_is_a_cure(tmp_path):
         {"prompt": [5] * 48 + [20 + n] * 8, "max_tokens": 2, "cache_salt": f"user {n}", "ignore_eos": True}
         for n in range(12)
     ]
-    path, run = write(tmp_path / "salts.jsonl", prompts), tmp_path / "run.jsonl"
+    path, run = write_rows(tmp_path / "salts.jsonl", prompts), tmp_path / "run.jsonl"
     pagedcli("generate", path, "-o", tmp_path / "out.jsonl", "--record", run, "--record-tokens")
     for source in (path, run):
         assert "but with another cache_salt. Giving those" in pagedcli("simulate", source).stdout.splitlines()[1]
@@ -70,7 +70,7 @@ def test_a_policy_more_than_there_are_markers_is_in_the_picture(trace, tmp_path,
 
 @pytest.mark.long
 def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(tmp_path):
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{i} times " * 9, "max_tokens": 40} for i in range(40)])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": f"{i} times " * 9, "max_tokens": 40} for i in range(40)])
     flags = ("--num-kvcache-blocks", "30", "--max-num-seqs", "8", "--block-size", "8")
     trace = tmp_path / "run.jsonl"
     outputs, ids = tmp_path / "out.jsonl", "--output-token-ids"
@@ -86,7 +86,7 @@ def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(t
 
 
 def test_the_first_line_has_units_that_fit_its_figures(tmp_path):
-    tiny = write(tmp_path / "tiny.jsonl", [
+    tiny = write_rows(tmp_path / "tiny.jsonl", [
         {"timestamp": 0, "input_length": 4, "output_length": 60, "hash_ids": [1]} for _ in range(8)
     ])  # fmt: skip
     text = simulate(tiny, "--pool", "50", "-m", "builtin").stdout
@@ -121,38 +121,25 @@ def test_a_recording_of_a_simulation_is_a_trace_that_holds_every_law(trace, tmp_
     assert again["pools"][0]["hit_rate_tokens"] == as_json(trace, "--pool", "40")["pools"][0]["hit_rate_tokens"]
 
 
-def gemma_3(folder):
-    """The shape of Gemma 3 270M: of 18 layers, three see everything, the others 512 tokens."""
-    config = {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 1024, "hidden_size": 640,
-        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 256, "max_position_embeddings": 32768, "sliding_window": 512, "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "tie_word_embeddings": True,
-        "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "bfloat16",
-        "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
-    }  # fmt: skip
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder / "config.json"
-
-
 @pytest.mark.long
 def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
-    long = write(tmp_path / "long.jsonl", [
+    long = write_rows(tmp_path / "long.jsonl", [
         {"timestamp": 0, "input_length": 4096, "output_length": 8, "hash_ids": [0, *range(9 * i + 1, 9 * i + 8)]}
         for i in range(8)
     ])  # fmt: skip
-    flags = ("--format", "json", "--block-size", "16", "--max-num-seqs", "1", "--pool", "100%,64MiB",
+    flags = ("--format", "json", "--block-size", "16", "--max-num-seqs", "1", "--pool", "100%,128MiB",
              "--max-num-batched-tokens", "2048")  # fmt: skip
-    model = gemma_3(tmp_path / "gemma")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+    model = tiny_model("gemma3", tmp_path / "gemma", num_hidden_layers=18, sliding_window=512,
+                       max_position_embeddings=32768, **heads)  # fmt: skip
     found = json.loads(pagedcli("simulate", long, *flags, "-m", model).stdout)
     assert found["windows"] == [512] * 5 + [None]
-    assert found["block_bytes"] == 2 * 3 * 16 * 256 * 2  # K and V of three layers
+    assert found["block_bytes"] == 2 * 3 * 16 * 256 * 4  # K and V of three layers
     assert found["num_unique_blocks"] == 6 * (32 + 8 * 7 * 32)
     small, large = found["pools"]
     enough = found["enough"]["num_blocks"]
     assert f"{enough:,} blocks ({byte_text(enough * found['block_bytes'])}) " in found["answer"][0]
-    assert small["pool_blocks"] == 2**26 // found["block_bytes"]
+    assert small["pool_blocks"] == 2**27 // found["block_bytes"]
     assert large["hit_rate_tokens"] == found["unlimited_hit_rate"] == 7 / 64
     # one request at a time holds its last window and one chunk in five groups, and everything in one
     assert 257 + 5 * 33 < large["peak_used_blocks"] < 257 + 5 * (33 + 2048 // 16) < 6 * 257
@@ -170,8 +157,7 @@ def test_what_to_change_is_about_the_smallest_pool_and_leaves_the_pool_to_the_fi
 @pytest.mark.long
 @pytest.mark.usefixtures("step_times")
 def test_steps_take_the_time_that_plan_has_measured(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Once upon a time {index}"}) + "\n" for index in range(8)))
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Once upon a time {index}"} for index in range(8)])
     refused = pagedcli("simulate", path, "--pool", "200", "--calibrated", expect=2).stderr
     assert "has no calibration on this machine" in refused
     forecast = json.loads(pagedcli("plan", path, "--format", "json").stdout)["forecast"]

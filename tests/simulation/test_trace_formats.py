@@ -1,11 +1,10 @@
 """Traces of others: each format gives the same requests; what is broken is counted and named, in bounded memory."""
 
 import gzip
-import json
 import sys
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, write_rows
 
 from pagedcli.errors import PagedcliError
 from pagedcli.simulation.caches import accesses_of
@@ -49,11 +48,6 @@ LMCACHE = [
 ]
 
 
-def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize(
     ("name", "rows", "has_times", "has_outputs"),
     [
@@ -65,7 +59,7 @@ def write(path, rows):
     ],
 )
 def test_every_format_gives_the_same_requests(tmp_path, name, rows, has_times, has_outputs):
-    workload = read_traces([str(write(tmp_path / "trace", rows))], hash_size=4)
+    workload = read_traces([str(write_rows(tmp_path / "trace", rows))], hash_size=4)
     assert (workload.format, workload.num_bad, workload.hash_size) == (name, 0, 4)
     assert [request.num_prompt_tokens for request in workload.requests] == [9, 6]
     assert [request.num_output_tokens for request in workload.requests] == ([3, 1] if has_outputs else [None, None])
@@ -76,16 +70,9 @@ def test_every_format_gives_the_same_requests(tmp_path, name, rows, has_times, h
 
 
 def test_smaller_blocks_split_the_hash_blocks_and_larger_ones_join_them(tmp_path):
-    workload = read_traces([str(write(tmp_path / "trace", MOONCAKE))], hash_size=4)
-    assert accesses_of(workload, 2).blocks.tolist() == [
-        0,
-        1,
-        2,
-        3,
-        0,
-        1,
-        4,
-    ]  # 9 tokens: 4 blocks; 6: two shared, one own
+    workload = read_traces([str(write_rows(tmp_path / "trace", MOONCAKE))], hash_size=4)
+    # 9 tokens: 4 blocks; 6: two shared, one own
+    assert accesses_of(workload, 2).blocks.tolist() == [0, 1, 2, 3, 0, 1, 4]
     assert accesses_of(workload, 8).blocks.tolist() == [0]
     assert accesses_of(workload, 4, partial_blocks=True).blocks.tolist() == [0, 1, 2, 0, 3]
 
@@ -93,7 +80,7 @@ def test_smaller_blocks_split_the_hash_blocks_and_larger_ones_join_them(tmp_path
 @pytest.mark.parametrize("compress", [gzip.compress, lambda data: gzip.compress(data[:60]) + gzip.compress(data[60:]),
                                       zstd.compress])  # fmt: skip
 def test_compressed_traces_are_found_by_their_content(tmp_path, compress):
-    (tmp_path / "trace").write_bytes(compress(write(tmp_path / "plain", MOONCAKE).read_bytes()))
+    (tmp_path / "trace").write_bytes(compress(write_rows(tmp_path / "plain", MOONCAKE).read_bytes()))
     assert len(read_traces([str(tmp_path / "trace")], hash_size=4).requests) == 2
 
 
@@ -112,7 +99,7 @@ def test_compressed_traces_are_found_by_their_content(tmp_path, compress):
     ],
 )
 def test_a_bad_line_is_counted_and_named(tmp_path, line, reason):
-    path = write(tmp_path / "trace", [MOONCAKE[0], line, MOONCAKE[1]])
+    path = write_rows(tmp_path / "trace", [MOONCAKE[0], line, MOONCAKE[1]])
     workload = read_traces([str(path)], hash_size=4)
     assert (len(workload.requests), workload.num_bad) == (2, 1)
     assert workload.bad_lines[0].place == f"{path}:2"
@@ -120,7 +107,7 @@ def test_a_bad_line_is_counted_and_named(tmp_path, line, reason):
 
 
 def test_lines_out_of_order_are_sorted_and_counted(tmp_path):
-    workload = read_traces([str(write(tmp_path / "trace", MOONCAKE[::-1]))], hash_size=4)
+    workload = read_traces([str(write_rows(tmp_path / "trace", MOONCAKE[::-1]))], hash_size=4)
     assert [request.num_prompt_tokens for request in workload.requests] == [9, 6]
     assert "1 line with an earlier time" in workload.notes[0]
 

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import shared_data
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'pagedcli[lm-eval]'")
 pytestmark = pytest.mark.tools
@@ -38,17 +39,7 @@ FLOAT32 = {"dtype": "float32", "num_kvcache_blocks": 400, "block_size": 4}
 
 @pytest.fixture(scope="module", params=["builtin", "stories260k"])
 def model(request):
-    if request.param == "builtin":
-        return resolve_model("builtin")
-    return request.getfixturevalue("stories260k")
-
-
-@pytest.fixture(scope="module")
-def stories260k():
-    folder = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "stories260k"
-    if not folder.exists():
-        pytest.skip("../shared/data/stories260k is not on this machine")
-    return folder
+    return resolve_model("builtin") if request.param == "builtin" else shared_data(request.param)
 
 
 @pytest.fixture(scope="module")

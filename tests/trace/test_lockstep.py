@@ -1,15 +1,13 @@
 """The fold counts sequences that decode together at once; counting each alone must give the same numbers."""
 
-import random
-
 import pytest
-from harness.core import EventList, Simulation, simulated
+from harness.core import EventList, simulated
+from test_check_fields import of_several_sequences
 
-from pagedcli import SamplingParams
 from pagedcli.errors import TraceError
 from pagedcli.events import RequestPreempted, StepFailed, StepFinished, StepScheduled, TokensSampled
 from pagedcli.trace.dispatch import View
-from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.fold import fold, pool_fold
 
 
 class Alone(View):
@@ -64,43 +62,22 @@ class Alone(View):
         assert state.num_full_blocks == sum(block_hash is not None for block_hash in state.hashes)
 
 
-def beams():
-    events = []
-    sim = Simulation(60, 2, emit=events.append, max_num_seqs=8, max_model_len=64)
-    for number in range(4):
-        sim.add([number] * 5, params=SamplingParams(beam_width=3, n=2, max_tokens=9, temperature=0))
-        sim.add([number] * 3, 12, n=2)
-    sim.run()
-    return events
-
-
-def windowed(runs_ahead):
-    events, rng = [], random.Random(2)
-    sim = Simulation(26, windows=(4, None), emit=events.append, runs_ahead=runs_ahead, chunked_prefill_size=2)
-    for number in range(10):
-        sim.add([rng.randrange(3) for _ in range(rng.randint(1, 9))], rng.randint(1, 14), n=1 + (number % 4 == 3))
-    sim.run()
-    return events
-
-
 RUNS = {
     "everything": simulated,
     "failing": lambda: simulated(fails=0.1),
     "without-caching": lambda: simulated(caching=False),
     "wide": lambda: simulated(num_blocks=200, num_requests=40, max_num_seqs=16, max_num_batched_tokens=64),
     "one-ahead": lambda: simulated(runs_ahead=True),
-    "windows": lambda: windowed(False),
-    "windows-one-ahead": lambda: windowed(True),
-    "beams": beams,
+    "windows": lambda: simulated(num_blocks=26, windows=(4, None), chunked_prefill_size=2),
+    "windows-one-ahead": lambda: simulated(num_blocks=28, windows=(4, None), runs_ahead=True),
+    "beams": of_several_sequences,
 }
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_counts_at_once_are_those_of_each_sequence(run):
-    events = run()
     alone = Alone()
-    for _ in pool_fold(alone).steps(EventList(events)):
-        pass
+    fold(EventList(run()), alone)
     assert alone.num_checks > 20
 
 

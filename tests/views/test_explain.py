@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import pagedcli, write_rows
 from harness.core import EventList, Oracle, Simulation, write
 
 from pagedcli.answers.why import Reasons, divergence_text, lookup_story, why_it_ended
@@ -67,22 +67,6 @@ def test_caching_off():
     assert second.reason == "caching_off"
     totals = totals_of(explained.explainer.lookups, own=False)
     assert (totals.caching_off, totals.hit, totals.num_tokens) == (16, 0, 16)
-
-
-def test_evicted_tells_when_and_how_many_more_blocks():
-    explained = Explained(num_blocks=4)
-    (first, *_), (last,) = explained.run(A + B, C + D), explained.run([*A, 9])
-    assert first.reason == "no_shared_prefix"
-    assert last.reason == "all_hit"  # 4 blocks hold both
-    explained.run([5] * 16)  # takes the whole pool
-    (again,) = explained.run(A + B)
-    assert again.reason == "evicted"
-    assert again.evicted_step == 3
-    assert again.num_evicted == 2
-    assert why_it_ended(again).startswith(
-        "the content had been cached, but was evicted at step 3; keeping it would take at least "
-    )
-    assert f"to make room for request {again.evicted_for}" in lookup_story(again)
 
 
 def crowd(seed, *, num_blocks, one_by_one=False, block_size=2):
@@ -186,6 +170,8 @@ def test_an_eviction_names_the_request_that_needed_the_block():
     told = lookup_story(again)
     assert f"was evicted at step {again.evicted_step} to make room for request {third.label}" in told
     assert "1 more block would have kept it" in told
+    assert again.num_evicted == 2
+    assert f"evicted at step {again.evicted_step}; keeping it would take at least " in why_it_ended(again)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -364,9 +350,8 @@ def test_a_lookup_names_the_snapshot_that_vetoed_cached_blocks():
 def test_simulate_tries_the_snapshot_policies(tmp_path):
     rng = random.Random(0)
     shared = list(range(3, 73))
-    prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": [*shared, 100 + i, *(rng.randrange(3, 90) for _ in range(25))]} for i in range(12)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
     flags = ("--pool", "200", "--num-state-slots", "12", "--max-num-seqs", "4", "--checkpoints", "end")
     found = json.loads(pagedcli("simulate", prompts, *flags, "--format", "json").stdout)
     assert found["pools"][0]["num_cached_tokens"] == 0

@@ -41,12 +41,12 @@ def findings_of(events):
     return run, run.findings(state)
 
 
-def simulation(prompts, *, num_blocks=64, block_size=16, params=None, **limits):
-    """A run of these prompts, and its findings from the events."""
+def simulation(prompts, *, num_blocks=64, block_size=16, params=None, as_recorded=lambda event: event, **limits):
+    """A run of these prompts, and its findings from the events as they were recorded."""
     run = WholeRun()
     folding = Fold(PoolState(), run)
     limits = {"max_num_batched_tokens": 4096, **limits}
-    sim = Simulation(num_blocks, block_size, emit=folding, **limits)
+    sim = Simulation(num_blocks, block_size, emit=lambda event: folding(as_recorded(event)), **limits)
     for prompt in prompts:
         sim.add(prompt, 4, params=params)
     sim.run()
@@ -157,22 +157,13 @@ def test_shared_prefixes_are_counted_to_the_token(block_size, num_shared):
 @pytest.mark.parametrize("limits", RUNS.values(), ids=RUNS)
 def test_a_trace_without_shared_tokens_shows_nearly_as_much(limits):
     """Older traces: what their blocks show, which is less where no block was ever full."""
-    run = WholeRun()
-    folding = Fold(PoolState(), run)
 
-    def emit(event):
-        folding(replace(event, shared_tokens=None) if isinstance(event, PrefixLookedUp) else event)
+    def as_recorded(event):
+        return replace(event, shared_tokens=None) if isinstance(event, PrefixLookedUp) else event
 
-    limits = {"max_num_batched_tokens": 4096, "block_size": 16, **limits}
-    params = limits.pop("params", None)
-    sim = Simulation(limits.pop("num_blocks"), limits.pop("block_size"), emit=emit, **limits)
-    for prompt in PROMPTS:
-        sim.add(prompt, 4, params=params)
-    sim.run()
-    run.finish(folding.state)
-    facts = run.findings(folding.state).facts
-    assert facts.num_ideal_tokens == sim.stats.num_ideal_tokens
-    assert facts.longest_shared <= sim.stats.longest_shared
+    sim, found = simulation(PROMPTS, as_recorded=as_recorded, **limits)
+    assert found.facts.num_ideal_tokens == sim.stats.num_ideal_tokens
+    assert found.facts.longest_shared <= sim.stats.longest_shared
 
 
 def test_the_ceiling_says_of_how_many_tokens_it_is(monkeypatch):

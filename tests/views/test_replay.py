@@ -1,5 +1,6 @@
 """`trace RUN --check` accepts honest traces and finds corrupted ones; time travel shows what a fresh fold shows."""
 
+import io
 import json
 import random
 import subprocess
@@ -147,14 +148,6 @@ def test_any_walk_through_a_trace_shows_what_a_fresh_fold_shows(tmp_path, events
     same(replay.go(10**6), moments[-1])
 
 
-def all_steps(events):
-    moment, steps = Moment(), []
-    for event in pool_fold(moment).steps(EventList(events)):
-        if isinstance(event, StepFinished):
-            steps.append(moment.state.step)
-    return steps
-
-
 def test_a_damaged_trace_can_be_looked_at_up_to_the_damage(tmp_path, events):
     corrupted = list(events)
     index = first(corrupted, StepScheduled, 4)
@@ -165,19 +158,13 @@ def test_a_damaged_trace_can_be_looked_at_up_to_the_damage(tmp_path, events):
     assert replay.go(10**6).state.step_number == 4
 
 
-def slow_parts(events):
-    """The same run, each part of a step as long as the step."""
-    return [
+def test_perfetto_export_has_a_row_per_sequence_and_the_counters(events):
+    slow = [  # each part of a step is as long as the step
         msgspec.structs.replace(event, schedule_ns=900, forward_ns=900) if isinstance(event, StepFinished) else event
         for event in events
     ]
-
-
-def test_perfetto_export_has_a_row_per_sequence_and_the_counters(tmp_path, events):
-    path = tmp_path / "out.json"
-    with path.open("wb") as file:
-        export_perfetto(TraceReader(write(tmp_path / "run.jsonl", slow_parts(events))), file)
-    rows = json.loads(path.read_bytes())["traceEvents"]
+    export_perfetto(EventList(slow), file := io.BytesIO())
+    rows = json.loads(file.getvalue())["traceEvents"]
     named = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     added = [event for event in events if isinstance(event, RequestAdded)]
     assert named == {f"seq {event.seq_id} (request {event.request_id})" for event in added}
@@ -192,10 +179,11 @@ def test_perfetto_export_has_a_row_per_sequence_and_the_counters(tmp_path, event
             ends[row["name"]] = step_end
         else:
             assert row["ts"] + row["dur"] <= step_end, "a part ends with its step at the latest"
-    assert len(ends) == len(all_steps(events))
+    num_steps = sum(isinstance(event, StepFinished) for event in events)
+    assert len(ends) == num_steps
     blocks = [row["args"] for row in rows if row["ph"] == "C" and row["name"] == "blocks"]
     assert all(sum(args.values()) == 14 for args in blocks)
-    assert len(blocks) == len(all_steps(events))
+    assert len(blocks) == num_steps
     slices: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         if row["ph"] == "X" and row["pid"] == 2:
