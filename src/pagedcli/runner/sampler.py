@@ -20,6 +20,8 @@ from pagedcli.layers import sampling as kernels
 from pagedcli.runner.device_state import Download, Upload
 
 _ROWS = 64  # rows of prompt logits in memory at once
+# 16 MB for 262,144 tokens: over 32 MB, memory would come from the system, which clears it, each time
+_CPU_ROWS = 16
 
 
 class PromptScores:
@@ -138,11 +140,12 @@ def score_prompts(
     """
     scored, places, token_ids = upload([rows.scored, rows.places, rows.token_ids])
     hidden = hidden.index_select(0, scored)
+    num_rows = _ROWS if hidden.is_cuda else _CPU_ROWS
     parts = []
-    for start in range(0, hidden.shape[0], _ROWS):
-        logits = compute_logits(hidden[start : start + _ROWS])
+    for start in range(0, hidden.shape[0], num_rows):
+        logits = compute_logits(hidden[start : start + num_rows])
         logprobs = logits.float().log_softmax(-1)
-        tokens = slice(*np.searchsorted(rows.places, [start, start + _ROWS]).tolist())
+        tokens = slice(*np.searchsorted(rows.places, [start, start + num_rows]).tolist())
         own = logprobs[places[tokens] - start, token_ids[tokens]]
         largest = kernels.likeliest_tokens(logits) if rows.has_targets else token_ids[:0]
         parts.append((own, largest, *kernels.top_tokens(logprobs, rows.num_top)))
