@@ -68,6 +68,9 @@ def _of_experts(stack):
     return stack[:, :inner], stack[:, inner:]
 
 
+MAMBA2 = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads")  # of a configuration, for _states
+
+
 def _states(w, config, kernel, state_size, groups, rank, *, inner):
     """The sizes of layers with a state, by the names that a config has for them."""
     w.add_ssm_conv_kernel(config[kernel])
@@ -319,15 +322,7 @@ class Conversion:
         if self.model_type == "nemotron_h":
             self._nemotron_h(w)
         if self.model_type == "falcon_h1":
-            _states(
-                w,
-                config,
-                "mamba_d_conv",
-                "mamba_d_state",
-                "mamba_n_groups",
-                "mamba_n_heads",
-                inner=config["mamba_d_ssm"],
-            )
+            _states(w, config, *MAMBA2, inner=config["mamba_d_ssm"])
         if self.model_type == "kimi_linear":
             attends = [each != "linear_attention" for each in config["layer_types"]]
             w.add_head_count_kv([int(each) for each in attends])
@@ -451,15 +446,7 @@ class Conversion:
         w.add_residual_scale(config["residual_multiplier"])
         w.add_logit_scale(config["logits_scaling"])
         if self.model_type == "granitemoehybrid":
-            _states(
-                w,
-                config,
-                "mamba_d_conv",
-                "mamba_d_state",
-                "mamba_n_groups",
-                "mamba_n_heads",
-                inner=config["mamba_expand"] * config["hidden_size"],
-            )
+            _states(w, config, *MAMBA2, inner=config["mamba_expand"] * config["hidden_size"])
             w.add_rope_scaling_finetuned(False)
 
     def _gemma4(self, w):
