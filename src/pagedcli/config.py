@@ -6,7 +6,7 @@ Used by cli, batch and engine; needs no torch. How it is carried out on a machin
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -289,6 +289,17 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = None
     id_field: Annotated[str | None, _rows("Input field that holds the row's id", metavar="NAME", default="id")] = None
+    questions: Annotated[
+        dict[str, Any] | None,
+        _rows(
+            "Ask these questions with options about each row instead of generating, e.g. @questions.yaml",
+            metavar="YAML|@FILE",
+            reads="yaml",
+        ),
+    ] = None
+    shifts: Annotated[
+        Literal["one", "all"], _rows("Orders of a question's options; all: the mean of all cyclic ones")
+    ] = "one"
     output_field: Annotated[str, _rows("Output field for the generated text", metavar="NAME")] = "text"
     keep: Annotated[
         str | None, _rows("Input columns to copy to the output: names separated by commas, or all", metavar="NAMES")
@@ -418,7 +429,8 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
             raise ConfigError(f"{place}: cannot be read: {error.strerror}", hint="@ is followed by a file") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
-    document[section][name] = value.removesuffix("\n") if reads == "text" else _from_json(value, place)
+    readers: dict[str, Callable[[str, str], Any]] = {"json": _from_json, "yaml": _from_yaml}
+    document[section][name] = readers[reads](value, place) if reads in readers else value.removesuffix("\n")
     _check_unicode(document[section][name], place)
     if dotted == "sampling.response_format":
         document[section][name] = _response_format(document[section][name], place)
@@ -478,20 +490,28 @@ class _OnceLoader(yaml.SafeLoader):
         return node
 
 
+def _from_yaml(text: str, place: str) -> Any:
+    try:
+        value = yaml.load(text, _OnceLoader)
+        if _num_values(value, {}) > _MOST_YAML_VALUES:
+            raise ConfigError(f"{place} has over {_MOST_YAML_VALUES:,} values: not a configuration")
+    except RecursionError as error:
+        raise ConfigError(f"{place} is nested too deeply: not a configuration") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place} is not valid YAML: {error}") from error
+    except ValueError as error:  # a number of 5,000 digits, the 32nd of a month
+        raise ConfigError(f"{place} is not valid YAML: {str(error).partition(';')[0]}") from error
+    return value
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = read_whole(path, _MOST_YAML_BYTES)
-        document = yaml.load(text.decode(), _OnceLoader)
-        if _num_values(document, {}) > _MOST_YAML_VALUES:
-            raise ConfigError(f"{path} has over {_MOST_YAML_VALUES:,} values: not a configuration")
+        text = read_whole(path, _MOST_YAML_BYTES).decode()
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply: not a configuration") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    except ValueError as error:  # a number of 5,000 digits, the 32nd of a month
-        raise ConfigError(f"{path} is not valid YAML: {str(error).partition(';')[0]}") from error
+    document = _from_yaml(text, str(path))
     document = {} if document is None else document
     if not isinstance(document, dict) or not all(
         isinstance(document.get(section), dict | None) for section in Config.__struct_fields__

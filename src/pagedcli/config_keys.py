@@ -30,7 +30,7 @@ class ConfigKey:
     above: float | None = None
     at_most: float | None = None
     names_in: str | None = None  # MODULE:TABLE of the allowed names: those who add one need not know this key
-    reads: Literal["text", "json"] | None = None  # @FILE stands for a file's content; json: which is JSON, as text is
+    reads: Literal["text", "json", "yaml"] | None = None  # @FILE stands for a file's content, which is read as text is
     removed: tuple[str, ...] = ()  # values that earlier versions had
 
     @property

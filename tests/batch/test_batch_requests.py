@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import BatchRow, RequestParser, decode_line
+from pagedcli.config import RunConfig
 from pagedcli.errors import PagedcliError, RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -20,7 +21,7 @@ DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
 
 def parse(line, *, defaults=DEFAULTS, strict=False, parser=None):
     document = decode_line(line if isinstance(line, bytes) else line.encode())
-    [prompt] = prompts_of(document, parser or RequestParser(defaults, strict=strict))
+    [prompt] = prompts_of(document, parser or RequestParser(defaults, RunConfig(strict=strict)))
     return prompt
 
 
@@ -164,7 +165,7 @@ def test_min_tokens_above_the_default_max_tokens_raises_it():
 
 
 def test_fields_without_effect_are_counted_and_with_strict_refused():
-    parser = RequestParser(DEFAULTS)
+    parser = RequestParser(DEFAULTS, RunConfig())
     for _ in range(3):
         parse('{"prompt": "x", "colour": 1, "user": "u", "id": 4}', parser=parser)
     assert parser.ignored == {"colour": 3}
@@ -266,7 +267,7 @@ _OBJECTS = st.recursive(
 @given(_OBJECTS)
 def test_any_json_object_is_a_request_or_a_refusal_never_a_crash(document):
     try:
-        prompts = prompts_of(document, RequestParser(DEFAULTS))
+        prompts = prompts_of(document, RequestParser(DEFAULTS, RunConfig()))
     except RequestError:
         return
     assert prompts

@@ -11,6 +11,7 @@ from model_zoo import cached_model
 
 from pagedcli.batch.lines import Line
 from pagedcli.batch.requests import BatchRow, RequestParser
+from pagedcli.config import RunConfig
 from pagedcli.errors import ParameterError, RequestError
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker
@@ -158,7 +159,7 @@ def test_what_beam_search_does_not_do_is_refused(options, words):
 )
 def test_lines_ask_for_beams_as_in_transformers_and_vllm(line, wanted):
     row = BatchRow(Line(0, 1, b"", 0))
-    RequestParser(SamplingParams()).parse({"prompt": "x", **line}, row)
+    RequestParser(SamplingParams(), RunConfig()).parse({"prompt": "x", **line}, row)
     params = row.prompts[0].params
     assert (params.beam_width, params.n, params.early_stopping) == wanted
 
@@ -173,4 +174,4 @@ def test_lines_ask_for_beams_as_in_transformers_and_vllm(line, wanted):
 )
 def test_lines_that_contradict_themselves_are_refused(line, words):
     with pytest.raises(RequestError, match=words):
-        RequestParser(SamplingParams()).parse({"prompt": "x", **line}, BatchRow(Line(0, 1, b"", 0)))
+        RequestParser(SamplingParams(), RunConfig()).parse({"prompt": "x", **line}, BatchRow(Line(0, 1, b"", 0)))

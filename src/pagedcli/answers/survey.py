@@ -51,13 +51,12 @@ class PromptScan:
     scores: Counter[str] = field(default_factory=Counter)  # counts of scored rows and tokens: see add_scored
 
     def add_scored(self, num_context: int, num_known: int, continuations: list[list[int]], block_size: int) -> None:
-        """Count a row with continuations, whose context begins with num_known tokens of earlier ones: the tokens that
-        are computed if each continuation is alone with its context, if each context is computed once, and if an
+        """Count a prompt with continuations, whose context begins with num_known tokens of earlier ones: the tokens
+        that are computed if each continuation is alone with its context, if each context is computed once, and if an
         unlimited cache has what contexts share."""
         own = sum(len(token_ids) - 1 for token_ids in continuations)
         hit = min(num_known, num_context - 1) // block_size * block_size
         self.scores += Counter(
-            num_rows=1,
             num_continuations=len(continuations),
             tokens_alone=num_context * len(continuations) + own,
             tokens_by_row=num_context + own,
@@ -143,6 +142,7 @@ def scan_prompts(
             scan.drawn.add(token_ids, row.cache_salt)
             if prompt.scored is not None:
                 num_known *= engine.enable_prefix_caching
+                scan.scores["num_rows"] += prompt is row.prompts[0]
                 scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)
     scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored
     return scan

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from pagedcli.batch.column_template import ColumnTemplate
+from pagedcli.batch.decisions import ANSWERS, run_questions
 from pagedcli.config import InputFormat, RunConfig
 from pagedcli.errors import UsageError
 
@@ -70,6 +71,8 @@ class Columns:
     keep_reasoning: bool = True  # whether rows have the reasoning that their chat format marks
     parse_tool_calls: bool = True  # whether rows with tools have the calls that their chat format marks
     kind: OutputKind = "jsonl"
+    decided: frozenset[str] = frozenset()  # fields with the answers to the questions about all rows
+    carried: frozenset[str] = frozenset()  # columns of the input that a table has in any case
     input_format: InputFormat = "auto"
 
     @classmethod
@@ -77,6 +80,7 @@ class Columns:
         """The columns of a configuration. Raises: UsageError if two output columns have the same name."""
         names = tuple(dict.fromkeys(name.strip() for name in (run.keep or "").split(",") if name.strip()))
         keep_all = names == (ALL,)
+        decided = [ANSWERS, *(each for question in run_questions(run) for each in question.columns)]
         columns = cls(
             prompt=run.field,
             template=ColumnTemplate.of(run),
@@ -89,8 +93,12 @@ class Columns:
             keep_reasoning=run.keep_reasoning,
             parse_tool_calls=run.parse_tool_calls,
             kind=kind,
+            decided=frozenset(decided[: 1 if kind == "jsonl" else None] if run.questions else ()),
             input_format=run.input_format,
         )
+        if taken := sorted(columns.decided & (_ROW_FIELDS | _ONLY_IN[kind] | {run.output_field})):
+            hint = "rename the question, or the answer's text with --output-field"
+            raise UsageError(f"--questions: the output already has a column {taken[0]!r}", hint=hint)
         if columns.answer in columns._others:
             raise UsageError(f"--output-field is {columns.answer!r}, but the output already has a column of that name")
         return columns
@@ -113,7 +121,8 @@ class Columns:
 
     @property
     def _others(self) -> frozenset[str]:
-        return (_ROW_FIELDS | _ONLY_IN[self.kind]) - ((REASONING | CALLS) - self.marked)
+        others = _ROW_FIELDS | _ONLY_IN[self.kind] | self.decided | self.carried
+        return others - ((REASONING | CALLS) - self.marked)
 
     @property
     def marked(self) -> frozenset[str]:

@@ -20,6 +20,7 @@ import msgspec
 
 from pagedcli import runner
 from pagedcli.batch.columns import Columns
+from pagedcli.batch.decisions import DECISION
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import BatchRow, RowPrompt
@@ -248,7 +249,7 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
     if sample.tool_calls:  # without their ids, which are those of a run
         calls = [call.get("function", call) for call in sample.tool_calls]
         text = (text or "") + msgspec.json.encode(calls).decode()
-    if text is None and sample.token_ids is None and sample.finish_reason != "score":
+    if text is None and sample.token_ids is None and sample.finish_reason not in ("score", DECISION):
         raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
     return ComparedSample(text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), prompt_ids, ending)
 

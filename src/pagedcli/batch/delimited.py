@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pagedcli.batch.columns import INVALID_ROW, METRICS, Columns
+from pagedcli.batch.decisions import ANSWERS
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
-from pagedcli.batch.rows import NumberedRows, WrittenRow, marked_of
+from pagedcli.batch.rows import NumberedRows, WrittenRow, decided_of, marked_of
 from pagedcli.batch.sinks import write_lines
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
@@ -196,17 +197,18 @@ class CsvLines:
         """`sample` is 0 to n - 1, and empty for an error."""
         kept = list(self.columns.keep)
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
+        decided = decided_of(rows, self.columns) if ANSWERS in marked else {}
         if self.columns.keep_all:
             names = (name for _, row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
             kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved | marked))
         counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *(METRICS if self.columns.metrics else ())]
         answer = ["sample", self.columns.answer, "finish_reason", "stop_reason", "beam_score", *counts]
-        lists = ["logprobs", "prompt_logprobs", "token_ids"]
-        return ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *sorted(marked)]
+        others = ["logprobs", "prompt_logprobs", "token_ids", "error_code", "error_message"]
+        return ["index", "id", *kept, *answer, *others, *sorted(marked - {ANSWERS}), *decided]
 
     def _cells(self, row: WrittenRow) -> list[dict[str, Any]]:
         """Values by column, for each sample."""
-        cells = row.fields | {"index": row.index, "id": row.id}
+        cells = row.fields | row.decided | {"index": row.index, "id": row.id}
         if row.error is not None:
             return [cells | {"error_code": row.error["code"], "error_message": row.error["message"]}]
         assert row.usage is not None, "a good row has counts"

@@ -14,10 +14,11 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import DISK, METRICS, SCORES, Columns
+from pagedcli.batch.decisions import ANSWERS
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
-from pagedcli.batch.rows import NumberedRows, WrittenRow, marked_of
+from pagedcli.batch.rows import NumberedRows, WrittenRow, decided_of, marked_of
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.later import parquet as pq
 from pagedcli.later import pyarrow as pa
@@ -153,13 +154,15 @@ class ParquetRows:
     @property
     def row_columns(self) -> Columns:
         """The columns of the rows: a table carries those of its input itself."""
-        return self.columns if self.carried is None else replace(self.columns, keep=(), keep_all=False)
+        if self.carried is None:
+            return self.columns
+        return replace(self.columns, keep=(), keep_all=False, carried=frozenset(self.carried_names))
 
     def check(self) -> None:
         """Raises: UsageError if a carried column has the name of one that the output adds."""
         for name in self.carried_names:
             may_score = SCORES if {"continuations", "logprobs_from"} & set(self.carried_names) else frozenset()
-            if name in answer_schema(self.columns, self.columns.marked | may_score).names:
+            if name in {*answer_schema(self.columns, self.columns.marked | may_score).names, *self.columns.decided}:
                 assert self.carried is not None, "it has columns"
                 raise UsageError(
                     f"{self.carried.name} has a column {name!r}, which the output adds",
@@ -169,10 +172,13 @@ class ParquetRows:
     def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         """Write `rows()` for the first rows of `carried` and in its order; see sinks.RowFormat."""
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
+        decided = decided_of(rows, self.columns) if ANSWERS in marked else {}
+        types = ((name, pa.string() if kind is str else pa.float64()) for name, kind in decided.items())
+        answer = pa.schema([*answer_schema(self.columns, marked), *types])
         if self.carried is None:
-            groups = self._own_groups(rows, marked)
+            groups = self._own_groups(rows, marked, answer)
         else:
-            groups = self._carried_groups(self.carried, iter(rows()), marked)
+            groups = self._carried_groups(self.carried, iter(rows()), answer)
         writer = None
         for columns, names in groups:
             table = pa.Table.from_arrays(columns, names=names)
@@ -184,11 +190,11 @@ class ParquetRows:
         file.seek(0)
         return digest_of(file)
 
-    def _own_groups(self, rows: NumberedRows, marked: frozenset[str]) -> Iterator[_Group]:
+    def _own_groups(self, rows: NumberedRows, marked: frozenset[str], answer: Any) -> Iterator[_Group]:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         own = [("index", pa.int64()), ("id", pa.string())]
         kept = _kept_schema((row for _, row in rows()), self.columns, marked)
-        schema = pa.schema([*own, *kept, *answer_schema(self.columns, marked)])
+        schema = pa.schema([*own, *kept, *answer])
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
             yield columns_of(self._cells(some), schema), schema.names
@@ -199,7 +205,7 @@ class ParquetRows:
         return [cells_of(WrittenRow.of(row, answer, index), answer) for index, row in rows]
 
     def _carried_groups(
-        self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]
+        self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], answer: Any
     ) -> Iterator[_Group]:
         names = self.carried_names
         schema = pa.schema([carried.schema.field(name) for name in names])
@@ -208,12 +214,11 @@ class ParquetRows:
             waiting.append(batch)
             num_rows, num_bytes = sum(each.num_rows for each in waiting), sum(each.nbytes for each in waiting)
             if num_rows >= _ROW_GROUP_ROWS or num_bytes >= _ROW_GROUP_BYTES:
-                yield self._joined(pa.Table.from_batches(waiting), rows, marked)
+                yield self._joined(pa.Table.from_batches(waiting), rows, answer)
                 waiting = []
-        yield self._joined(pa.Table.from_batches(waiting, schema), rows, marked)
+        yield self._joined(pa.Table.from_batches(waiting, schema), rows, answer)
 
-    def _joined(self, carried: Any, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]) -> _Group:
-        schema = answer_schema(self.columns, marked)
+    def _joined(self, carried: Any, rows: Iterator[tuple[int, bytes]], schema: Any) -> _Group:
         answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
         return [*carried.columns, *columns_of(answers, schema)], [*carried.column_names, *schema.names]
@@ -303,5 +308,5 @@ def cells_of(row: WrittenRow, answer: str = "text") -> dict[str, Any]:
         cells["token_logprobs"] = logprobs.get("content") if isinstance(logprobs, dict) else logprobs
         cells["prompt_token_logprobs"] = sample.prompt_logprobs
         samples.append(cells)
-    own = {"id": row.id, "usage": row.usage, "metrics": row.metrics}
+    own = {"id": row.id, "usage": row.usage, "metrics": row.metrics, **row.decided}
     return row.fields | own | (samples[0] if len(samples) == 1 else {"outputs": samples or None}) | {"index": row.index}

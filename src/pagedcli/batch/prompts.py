@@ -9,18 +9,21 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pagedcli.batch.columns import SCORES, Columns, collision, names_of
+from pagedcli.batch.decisions import ANSWERS, Asked, option_tokens
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
 from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
 from pagedcli.batch.repeats import request_key
 from pagedcli.batch.requests import BatchRow, RequestParser, RowPrompt, decode_line, request_of, with_system_prompt
+from pagedcli.batch.scoring import ScoredTokens
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
@@ -172,6 +175,7 @@ def check_defaults(defaults: SamplingParams) -> None:
 
 
 NO_SCORES = "tables of a distributed run have no columns for scores; write JSONL, or run without Ray"
+_MOST_OPTIONS = 1000  # lists of options whose tokens are kept: most rows have the same
 _TOGETHER = 256  # rows that commands which only read a file tokenize together
 
 
@@ -200,7 +204,8 @@ class Prompts:
         self._limits = limits
         self._holds = holds
         self._observe = observe
-        self._parser = RequestParser(options.config.sampling, strict=options.run.strict)
+        self._parser = RequestParser(options.config.sampling, options.run)
+        self._option_tokens = lru_cache(_MOST_OPTIONS)(partial(option_tokens, tokenizer))
         self._seen_ids = SeenIds()
         self._draws = True  # whether prompts need seeds
         self._most_together = 1  # rows that are tokenized together, by all processors; the first ones sooner
@@ -298,6 +303,9 @@ class Prompts:
         for prompt in row.prompts:
             self._write_chat(prompt)
             prompt.lowers_max_tokens = prompt.lowers_max_tokens and not self._options.max_tokens_given
+            if prompt.asked is not None:
+                self._check_scored(row)
+                self._ask(prompt, prompt.asked)
             if prompt.scoring is not None:
                 self._check_scored(row)
                 given = prompt.token_ids if prompt.text is None else prompt.text
@@ -305,6 +313,16 @@ class Prompts:
                     self.tokenizer, given, self._limits.max_model_len, is_chat=prompt.is_chat
                 )
                 prompt.text, prompt.token_ids = None, prompt.scored.context
+
+    def _ask(self, prompt: RowPrompt, asked: Asked) -> None:
+        """Add the question to a text or tokens, and to any prompt the tokens of its options. Raises: RequestError."""
+        shared, found = self._option_tokens(asked.scored, are_letters=asked.are_letters, is_chat=prompt.is_chat)
+        prompt.scored = ScoredTokens(shared, found, [], with_tokens=False)
+        if prompt.text is None:
+            question = self.tokenizer.encode(asked.plain_text, add_special_tokens=False)
+            prompt.token_ids = [*prompt.token_ids, *question, *shared]
+        elif not prompt.is_chat:
+            prompt.text += asked.plain_text
 
     def _write_chat(self, prompt: RowPrompt) -> None:
         """Write the text of a chat; the run's system prompt and tools turn a text into one. Raises: RequestError."""
@@ -316,6 +334,8 @@ class Prompts:
         if messages is None:
             prompt.tools = None
             return
+        if prompt.asked is not None:
+            messages = prompt.asked.in_chat(messages)
         prompt.tools = tools = run.tools if tools is None else tools
         if tools and not self.tokenizer.shows_tools:
             raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
@@ -327,7 +347,11 @@ class Prompts:
         """Raises: RequestError if the row cannot have scores."""
         if self._options.no_scores is not None:
             raise RequestError("unsupported_parameter", self._options.no_scores)
-        if taken := sorted(SCORES & row.kept.keys()):
+        columns, adds, others = self._options.columns, SCORES, set(row.kept)
+        if questions := {each.asked.question for each in row.prompts if each.asked is not None}:
+            names = (name for each in questions for name in each.columns if columns.kind != "jsonl")
+            adds, others = frozenset((ANSWERS, *names)), others | (columns.reserved - columns.decided)
+        if taken := sorted(adds & others):
             raise RequestError("reserved_column", collision(taken[0]))
 
     def _with_tokens(self, rows: list[BatchRow]) -> Iterator[BatchRow]:
@@ -344,7 +368,9 @@ class Prompts:
                 ids = prompt.token_ids if prompt.text is None else next(encoded[prompt.is_chat])
                 if isinstance(ids, RequestError):
                     row.error = row.error or ids
-                elif prompt.scored is None:
+                elif prompt.scored is not None:
+                    prompt.token_ids = ids if prompt.text is None else [*ids, *prompt.scored.context]
+                else:
                     prompt.token_ids = ids
                     prompt.params = self._final_params(prompt, row.line.index, place)
             if row.error is not None:

@@ -30,7 +30,7 @@ def request_key(row: BatchRow) -> bytes:
         asked = params if draws else msgspec.structs.replace(params, seed=None)
         scored = prompt.scored
         wanted = scored and (scored.continuations, scored.num_bytes, scored.with_tokens)
-        prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted))
+        prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted, prompt.asked))
     return xxhash.xxh3_128_digest(msgspec.json.encode((row.cache_salt, prompts)))
 
 

@@ -6,18 +6,20 @@ are in OpenAI's format, reduced to what a text model's chat template accepts.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from pagedcli.batch.columns import INVALID_ROW, Columns, collision
+from pagedcli.batch.decisions import Asked, Question, read_questions, run_questions
 from pagedcli.batch.grammar import Guides
 from pagedcli.batch.lines import Line
 from pagedcli.batch.scoring import FIELDS as SCORE_FIELDS
-from pagedcli.batch.scoring import ScoredTokens, ScoreRequest
+from pagedcli.batch.scoring import ScoredTokens, ScoreRequest, check_generates_nothing
 from pagedcli.batch.tokenizer import StopCheckers
-from pagedcli.config import tools_problem
+from pagedcli.config import RunConfig, tools_problem
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.scoring import SCORING
 from pagedcli.errors import RequestError, UsageError
@@ -89,7 +91,7 @@ _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
 _BEAM_FIELDS = ("use_beam_search", "best_of")  # names of older vLLM; best_of, or else n, is the number of beams
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message")  # true or false, in the body as vLLM has them
 _REQUEST_FIELDS = frozenset(("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs"))
-_REQUEST_FIELDS |= {*_CHAT_FIELDS, *_BEAM_FIELDS, *SCORE_FIELDS}
+_REQUEST_FIELDS |= {*_CHAT_FIELDS, *_BEAM_FIELDS, *SCORE_FIELDS, "questions"}
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
@@ -124,7 +126,7 @@ _SETTINGS = (_USED_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
 _KNOWN = _USED_FIELDS | _ALIASES.keys() | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys()
 LINE_FIELDS = _KNOWN - {"method", "url"}  # what a column of a table may be called to count as a field of the row
 _JSON_FIELDS = frozenset(("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")) | frozenset(
-    ("tools", "structured_outputs", "stop_token_ids", "guided_choice", "continuations")
+    ("tools", "structured_outputs", "stop_token_ids", "guided_choice", "continuations", "questions")
 )  # may be JSON in a cell of text
 # fields of one number, or true or false, which a cell of text may hold
 NUMBERS = (_SAMPLING_FIELDS | _ALIASES.keys() | {"top_logprobs", *_BEAM_FIELDS, *SCORE_FIELDS, *_CHAT_FIELDS}) - (
@@ -144,7 +146,8 @@ class RowPrompt(msgspec.Struct, eq=False):
     template_kwargs: dict[str, Any] = {}  # variables for the chat template
     tools: list[dict[str, Any]] | None = None  # shown by the chat template; in a line None: the run's
     scoring: ScoreRequest | None = None  # what the line wants scored; None: it generates
-    scored: ScoredTokens | None = None  # the tokens of that
+    asked: Asked | None = None  # the question that follows, whose options are scored
+    scored: ScoredTokens | None = None  # the tokens of what is scored
     stop_checkers: StopCheckers | None = None  # None: no stop strings
     guides: Guides | None = None  # None: no grammar
     output: FinishedRequest | None = None  # None: unfinished
@@ -220,12 +223,14 @@ _MOST_KNOWN = 1000  # different parameters that are kept: most lines of a file h
 class RequestParser:
     """Reads what lines ask for. `ignored` counts fields that had no effect, for a note at the end."""
 
-    def __init__(self, defaults: SamplingParams, *, strict: bool = False) -> None:
+    def __init__(self, defaults: SamplingParams, run: RunConfig) -> None:
         self.ignored: Counter[str] = Counter()
         self._defaults = defaults
         self._default_fields = msgspec.structs.asdict(defaults)
         self._known: dict[bytes, SamplingParams] = {}  # parameters as JSON -> themselves, checked
-        self._strict = strict
+        self._every_order = run.shifts == "all"
+        self._asked = self._all_asked(run_questions(run))  # of rows without questions of their own, or continuations
+        self._strict = run.strict
 
     def parse(self, document: dict[str, Any], row: BatchRow) -> None:
         """Give a row the salt and the prompts of its line. Raises: RequestError with a code of this module."""
@@ -240,7 +245,12 @@ class RequestParser:
             body["prompt"] = body.pop("text")
         self._check_unknown(body, plain=shape == "plain")
         scoring = ScoreRequest.of(body)
-        if scoring is None:
+        asked = [] if scoring is not None else self._asked
+        if "questions" in body:
+            check_generates_nothing("questions", body, *SCORE_FIELDS)
+            asked = self._all_asked(read_questions(body["questions"]))
+        scores = scoring is not None or bool(asked)
+        if not scores:
             params = self._sampling_params(body, shape)
         else:
             params = SCORING
@@ -252,7 +262,7 @@ class RequestParser:
         if bool(prompts) == (messages is not None):
             what = "both" if prompts else "neither"
             raise RequestError("invalid_request", f"a line needs either 'prompt' or 'messages', this one has {what}")
-        if scoring is not None and len(prompts) > 1:
+        if scores and len(prompts) > 1:
             raise RequestError("invalid_request", f"a line to score has one prompt, this one {len(prompts):,}")
         if shape != "plain" and (messages is None) == (shape == "chat.completion"):
             wanted = "messages" if shape == "chat.completion" else "prompt"
@@ -270,6 +280,14 @@ class RequestParser:
             row.prompts = [new([], text=each) if isinstance(each, str) else new(each) for each in prompts]
         else:
             row.prompts = [new([], messages=messages)]
+        if asked:
+            row.prompts = [msgspec.structs.replace(row.prompts[0], asked=each) for each in asked]
+
+    def _all_asked(self, questions: Sequence[Question]) -> list[Asked]:
+        asked = [each for question in questions for each in question.asked(every_order=self._every_order)]
+        if len(asked) > _MAX_PROMPTS:
+            raise RequestError("invalid_question", f"{len(asked):,} questions and orders, allowed: {_MAX_PROMPTS:,}")
+        return asked
 
     def _check_envelope(self, document: dict[str, Any]) -> None:
         if document.get("method", "POST") != "POST":

@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import CALLS, DISK, METRICS, REASONING, SCORES, Columns
+from pagedcli.batch.decisions import ANSWERS, DECISION, answers_of, cells_of
 from pagedcli.batch.reasoning import ReasoningFormat, find_format
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.scoring import Score, ScoredTokens, best_of
@@ -74,6 +75,10 @@ class RowWriter:
         counts: dict[str, Any] = {"usage": _usage(answers, samples)}
         if self.columns.metrics:
             counts["metrics"] = _metrics(answers)
+        if answers[0].asked is not None:
+            found = [(each.asked, each.result.scores or ()) for each in answers if each.asked is not None]
+            decided = {"finish_reason": DECISION, ANSWERS: answers_of(found, {})}
+            return msgspec.json.encode(self._without_text(row) | decided | counts | {"error": None})
         if answers[0].scored is not None:
             return msgspec.json.encode(self._score_row(row, answers[0], answers[0].scored) | counts | {"error": None})
         if row.shape == "plain":
@@ -151,7 +156,6 @@ class RowWriter:
         return fields | counts | {"error": None}
 
     def _score_row(self, row: BatchRow, answer: RowPrompt, scored: ScoredTokens) -> dict[str, Any]:
-        fields = {"index": row.line.index, "id": row.id, **row.kept, self.columns.answer: None}
         pairs = enumerate(zip(answer.result.scores or (), scored.num_bytes, strict=True))
         scores = [Score.of(index, found, num_bytes) for index, (found, num_bytes) in pairs]
         rows = [msgspec.structs.asdict(score) for score in scores]
@@ -160,7 +164,10 @@ class RowWriter:
             each["logprob"] = sum(each["logprobs"])
             if not scored.with_tokens:
                 del each["token_ids"], each["logprobs"]
-        return fields | {"finish_reason": "score", "scores": rows, "best": best_of(scores)}
+        return self._without_text(row) | {"finish_reason": "score", "scores": rows, "best": best_of(scores)}
+
+    def _without_text(self, row: BatchRow) -> dict[str, Any]:
+        return {"index": row.line.index, "id": row.id, **row.kept, self.columns.answer: None}
 
     def _plain_sample(self, sample: _Sample) -> dict[str, Any]:
         fields: dict[str, Any] = {self.columns.answer: sample.text, **self._reasoning(sample)}
@@ -337,6 +344,12 @@ class WrittenRow(msgspec.Struct, frozen=True):
     metrics: dict[str, Any] | None
     samples: list[Sample]  # none in an error row
 
+    @property
+    def decided(self) -> dict[str, Any]:
+        """The answers to questions by column; of a row without any, nothing."""
+        has_any = any(sample.finish_reason == DECISION for sample in self.samples)
+        return cells_of(self.fields[ANSWERS]) if has_any else {}
+
     @classmethod
     def of(cls, content: bytes, answer: str = "text", index: int | None = None) -> "WrittenRow":
         """`answer`: the field of plain rows with the text; `index`: that of the row, if known. Raises: one of
@@ -370,8 +383,8 @@ class RowStatus(msgspec.Struct, frozen=True, gc=False):
 
 
 def marked_of(rows: NumberedRows, columns: Columns) -> frozenset[str]:
-    """The columns about reasoning, tool calls, scores and a prefix store that some row has; tables of other runs have
-    none of them."""
+    """The columns about reasoning, tool calls, scores, answers to questions (for which a table has those of decided_of)
+    and a prefix store that some row has; tables of other runs have none of them."""
     found: set[str] = set()
     for _, row in rows():
         if _ON_DISK in row:
@@ -384,10 +397,17 @@ def marked_of(rows: NumberedRows, columns: Columns) -> frozenset[str]:
             found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
         found.update("tool_calls" for sample in each.samples if sample.tool_calls)
         found.update(*(SCORES for sample in each.samples if sample.finish_reason == "score"))
-        if found >= columns.marked | SCORES:
-            break
-    return (columns.marked | SCORES | DISK) & found
+        found.update(ANSWERS for sample in each.samples if sample.finish_reason == DECISION)
+    return (columns.marked | SCORES | DISK | {ANSWERS}) & found
+
+
+def decided_of(rows: NumberedRows, columns: Columns) -> dict[str, type]:
+    """The columns with answers to questions, in the order of their first rows, each with the type of its values."""
+    found: dict[str, type] = {}
+    for _, row in rows():
+        found |= {name: type(value) for name, value in WrittenRow.of(row, columns.answer).decided.items()}
+    return found
 
 
 _ON_DISK = b'"disk_cached_tokens":'
-_MARKED = b'"reasoning_tokens":', b'"tool_calls":[', b'"scores":['
+_MARKED = b'"reasoning_tokens":', b'"tool_calls":[', b'"scores":[', b'"answers":{'

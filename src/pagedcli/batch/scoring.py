@@ -67,6 +67,15 @@ def best_of(scores: Sequence[Score]) -> dict[str, int | None]:
 # ---------------------------------------------------------------------- lines
 
 
+def check_generates_nothing(what: str, body: dict[str, Any], *others: str) -> None:
+    """Raises: RequestError for a field with which a line that has `what` would generate, or for one of the others."""
+    for name, harmless in {**_GENERATING, **dict.fromkeys(others, ())}.items():
+        if name in body and body[name] not in harmless:
+            raise RequestError(
+                "invalid_parameter", f"{name} is {body[name]!r:.40}, but a line with {what!r} generates nothing"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """What a line wants to be scored after its prompt."""
@@ -83,11 +92,7 @@ class ScoreRequest:
             return None
         if given == ["score_tokens"] or (len(given) > 1 and "score_tokens" not in given):
             raise RequestError("invalid_request", "a line to score needs either 'continuations' or 'logprobs_from'")
-        for name, harmless in _GENERATING.items():
-            if name in body and body[name] not in harmless:
-                raise RequestError(
-                    "invalid_parameter", f"{name} is {body[name]!r:.40}, but a line with {given[0]!r} generates nothing"
-                )
+        check_generates_nothing(given[0], body)
         with_tokens, start = body.get("score_tokens", False), body.get("logprobs_from", 0)
         if not isinstance(with_tokens, bool):
             raise RequestError("invalid_parameter", f"score_tokens is {with_tokens!r:.40}, must be true or false")

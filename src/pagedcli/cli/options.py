@@ -84,6 +84,7 @@ RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
 MEASURED_KEYS = tuple(key for key in ENGINE_KEYS if not key.startswith("engine.prefix_store"))  # a store hides costs
 PROMPT_KEYS = (
     *("sampling.max_tokens", "sampling.response_format", "run.system_prompt", "run.tools", "run.chat_template"),
+    *("run.questions", "run.shifts"),
     *("run.input_format", "run.field", "run.template", "run.id_field", "run.limit", "run.strict", "run.deduplicate"),
 )
 PLAN_KEYS = tuple(key for key in MEASURED_KEYS if key != "engine.seed")  # all that predictions depend on
