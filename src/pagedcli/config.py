@@ -6,7 +6,7 @@ Used by cli, batch and engine; needs no torch. How it is carried out on a machin
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -300,6 +300,14 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shifts: Annotated[
         Literal["one", "all"], _rows("Orders of a question's options; all: the mean of all cyclic ones")
     ] = "one"
+    calibration: Annotated[
+        dict[str, Annotated[float, msgspec.Meta(gt=0)]] | None,
+        _rows(
+            "Temperature of each question's probabilities, as verify --calibrate writes them; it changes no choice",
+            metavar="FILE",
+            reads="file",
+        ),
+    ] = None
     output_field: Annotated[str, _rows("Output field for the generated text", metavar="NAME")] = "text"
     keep: Annotated[
         str | None, _rows("Input columns to copy to the output: names separated by commas, or all", metavar="NAMES")
@@ -421,16 +429,17 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
         _check_unicode(value, shown)
         return
     place = shown
-    if value.startswith("@"):
-        place = f"{shown}: {value[1:]}"
+    if reads == "file" or value.startswith("@"):
+        file = value.removeprefix("@")
+        place = f"{shown}: {file}"
         try:
-            value = read_whole(Path(value[1:]), _MOST_FILE_BYTES).decode("utf-8-sig")
+            value = read_whole(Path(file), _MOST_FILE_BYTES).decode("utf-8-sig")
         except OSError as error:
             raise ConfigError(f"{place}: cannot be read: {error.strerror}", hint="@ is followed by a file") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
-    readers: dict[str, Callable[[str, str], Any]] = {"json": _from_json, "yaml": _from_yaml}
-    document[section][name] = readers[reads](value, place) if reads in readers else value.removesuffix("\n")
+    read = _from_yaml if reads == "yaml" else _from_json
+    document[section][name] = value.removesuffix("\n") if reads == "text" else read(value, place)
     _check_unicode(document[section][name], place)
     if dotted == "sampling.response_format":
         document[section][name] = _response_format(document[section][name], place)

@@ -30,7 +30,8 @@ class ConfigKey:
     above: float | None = None
     at_most: float | None = None
     names_in: str | None = None  # MODULE:TABLE of the allowed names: those who add one need not know this key
-    reads: Literal["text", "json", "yaml"] | None = None  # @FILE stands for a file's content, which is read as text is
+    # @FILE stands for a file's content, which is read as text is; file: the value is its name, and it has JSON
+    reads: Literal["text", "json", "yaml", "file"] | None = None
     removed: tuple[str, ...] = ()  # values that earlier versions had
 
     @property

@@ -11,6 +11,7 @@ from harness.engine import BUILTIN, Harness, transformers_logits
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.decisions import Question, cells_of
+from pagedcli.config import RunConfig
 
 STATE = "Once upon a time there was a little dog who liked to play in the park."
 TOPIC = {"question": "What is it about?", "options": ["a dog", "a cat", "rain"]}
@@ -111,7 +112,7 @@ def test_what_questions_and_orders_share_is_computed_once(shifts):
     _, [row] = harness.run([ROWS[0]], questions=QUESTIONS, shifts=shifts)
     seen, computed, total = [], 0, 0
     for name, question in QUESTIONS.items():
-        for asked in Question.of(name, question).asked(every_order=shifts == "all"):
+        for asked in Question.of(name, question).asked(RunConfig(shifts=shifts)):
             ids = harness.tokenizer.encode(f"{STATE}{asked.plain_text} A")[:-1]  # with the space before the letter
             blocks = [tuple(ids[: end + size]) for end in range(0, len(ids) - 1, size) if end + size < len(ids)]
             computed += len(ids) - size * sum(block in seen for block in blocks)

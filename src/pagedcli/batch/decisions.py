@@ -71,10 +71,11 @@ class Question(msgspec.Struct, frozen=True):
         more = ["expected_level"] if self.levels else []
         return [self.name, *(f"{self.name}.{each}" for each in [*self.options, *more])]
 
-    def asked(self, *, every_order: bool) -> "list[Asked]":
+    def asked(self, run: RunConfig) -> "list[Asked]":
         """The question with its options as they are, or in all cyclic orders."""
-        places = tuple(range(len(self.options)))
-        return [Asked(self, places[first:] + places[:first]) for first in (places if every_order else places[:1])]
+        places, temperature = tuple(range(len(self.options))), (run.calibration or {}).get(self.name, 1.0)
+        firsts = places if run.shifts == "all" else places[:1]
+        return [Asked(self, places[first:] + places[:first], temperature) for first in firsts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Asked:
 
     question: Question
     order: tuple[int, ...]  # which option is in which place
+    temperature: float = 1.0  # of the probabilities
 
     @property
     def _options(self) -> tuple[str, ...]:
@@ -168,23 +170,21 @@ def run_questions(run: RunConfig) -> tuple[Question, ...]:
 # ---------------------------------------------------------------------- answers
 
 
-def answers_of(
-    found: Iterable[tuple[Asked, Sequence[ContinuationScore]]], temperatures: Mapping[str, float]
-) -> dict[str, dict[str, Any]]:
+def answers_of(found: Iterable[tuple[Asked, Sequence[ContinuationScore]]]) -> dict[str, dict[str, Any]]:
     """The answers of a row by question, from the scores of each order: softmax over the options; orders are averaged in
     log space. A temperature changes no choice."""
     sums: dict[Question, list[float]] = {}
+    scales: dict[Question, float] = {}
     for asked, scores in found:
         per_token = asked.question.score == "per_token"
         values = [max(each.logprob, _IMPOSSIBLE) / (len(each.token_ids) if per_token else 1) for each in scores]
         total = sums.setdefault(asked.question, [0.0] * len(values))
-        for place, value in zip(asked.order, _log_softmax(values), strict=True):
+        for place, value in zip(asked.order, log_softmax(values), strict=True):
             total[place] += value
-    num_orders = Counter(asked.question for asked, _ in found)
+        scales[asked.question] = scales.get(asked.question, 0.0) + asked.temperature
     answers = {}
     for question, total in sums.items():
-        scale = num_orders[question] * temperatures.get(question.name, 1.0)
-        shares = [math.exp(each) for each in _log_softmax([value / scale for value in total])]
+        shares = [math.exp(each) for each in log_softmax([value / scales[question] for value in total])]
         best = total.index(max(total))
         answer = {"choice": question.options[best], "confidence": shares[best]}
         answer["probabilities"] = dict(zip(question.options, shares, strict=True))
@@ -195,7 +195,7 @@ def answers_of(
     return answers
 
 
-def _log_softmax(values: Sequence[float]) -> list[float]:
+def log_softmax(values: Sequence[float]) -> list[float]:
     largest = max(values)
     total = math.log(math.fsum(math.exp(value - largest) for value in values))
     return [value - largest - total for value in values]

@@ -228,9 +228,8 @@ class RequestParser:
         self._defaults = defaults
         self._default_fields = msgspec.structs.asdict(defaults)
         self._known: dict[bytes, SamplingParams] = {}  # parameters as JSON -> themselves, checked
-        self._every_order = run.shifts == "all"
+        self._run = run
         self._asked = self._all_asked(run_questions(run))  # of rows without questions of their own, or continuations
-        self._strict = run.strict
 
     def parse(self, document: dict[str, Any], row: BatchRow) -> None:
         """Give a row the salt and the prompts of its line. Raises: RequestError with a code of this module."""
@@ -284,7 +283,7 @@ class RequestParser:
             row.prompts = [msgspec.structs.replace(row.prompts[0], asked=each) for each in asked]
 
     def _all_asked(self, questions: Sequence[Question]) -> list[Asked]:
-        asked = [each for question in questions for each in question.asked(every_order=self._every_order)]
+        asked = [each for question in questions for each in question.asked(self._run)]
         if len(asked) > _MAX_PROMPTS:
             raise RequestError("invalid_question", f"{len(asked):,} questions and orders, allowed: {_MAX_PROMPTS:,}")
         return asked
@@ -312,7 +311,7 @@ class RequestParser:
 
     def _ignore(self, names: Any) -> None:
         for name in names:
-            if self._strict:
+            if self._run.strict:
                 raise RequestError("unknown_field", f"unknown field {name!r} (--strict)")
             if len(self.ignored) < 1000 or name in self.ignored:
                 self.ignored[name] += 1

@@ -77,7 +77,7 @@ class RowWriter:
             counts["metrics"] = _metrics(answers)
         if answers[0].asked is not None:
             found = [(each.asked, each.result.scores or ()) for each in answers if each.asked is not None]
-            decided = {"finish_reason": DECISION, ANSWERS: answers_of(found, {})}
+            decided = {"finish_reason": DECISION, ANSWERS: answers_of(found)}
             return msgspec.json.encode(self._without_text(row) | decided | counts | {"error": None})
         if answers[0].scored is not None:
             return msgspec.json.encode(self._score_row(row, answers[0], answers[0].scored) | counts | {"error": None})

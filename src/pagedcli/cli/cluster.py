@@ -73,7 +73,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     job.watch(progress.stats)  # by now another record
     result = BatchResult(outcome, progress.stats, ignored)
     say_summary(result)
-    say_odd(result)
+    say_odd(result, job.loaded.config.run)
     _say_workers(progress.runs)
     if job.summary_json is not None:
         write_summary(job.summary_json, result)

@@ -81,7 +81,7 @@ def run_job(
         say_summary(result)
         if all_figures:
             say_figures(result.stats, findings)
-        say_odd(result)
+        say_odd(result, job.loaded.config.run)
         if of_store is not None:
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:

@@ -9,7 +9,7 @@ import msgspec
 from pagedcli import __version__, answers, views
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
-from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
+from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
 from pagedcli.core.plan import Plan
@@ -152,8 +152,11 @@ def say_figures(stats: BatchStats, findings: "views.whole_run.Findings") -> None
         say_wrapped(f"  {label:<12} {text}", indent=15)
 
 
-def say_odd(result: BatchResult) -> None:
-    """Print what is odd about the input of a run."""
+def say_odd(result: BatchResult, run: RunConfig) -> None:
+    """Print what is odd about the input of a run, and which of its numbers are calibrated."""
+    if run.calibration:
+        temperatures = ", ".join(f"{name} {each:.3g}" for name, each in run.calibration.items())
+        say_wrapped(f"calibrated: temperatures {temperatures} change probabilities and no choice")
     if num_double := result.stats.num_double_bos:
         what = "the tokenizer or the chat template adds one itself, so leave it out of the text"
         say_wrapped(f"note: {plural(num_double, 'prompt')} with two BOS tokens at the start: {what}")
