@@ -435,7 +435,8 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
         try:
             value = read_whole(Path(file), _MOST_FILE_BYTES).decode("utf-8-sig")
         except OSError as error:
-            raise ConfigError(f"{place}: cannot be read: {error.strerror}", hint="@ is followed by a file") from error
+            hint = None if reads == "file" else "@ is followed by a file"
+            raise ConfigError(f"{place}: cannot be read: {error.strerror}", hint=hint) from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
     read = _from_yaml if reads == "yaml" else _from_json
@@ -569,7 +570,7 @@ def _in_words(message: str) -> str:
         type_ = "" if declared is None else str(declared[0])
         known = re.findall(r"'([^']*)'", type_) + ["true", "false"] * ("bool" in type_)
         return f"{name} is {match[1]}" + (f", known: {', '.join(known)}" if known else "")
-    return what
+    return f"{name}: {what}"
 
 
 def _nearest_key(message: str) -> str | None:
