@@ -133,11 +133,10 @@ def test_timelines_leave_no_gap(tmp_path):
         assert all(first <= last for _, first, last in row["phases"])
 
 
-def test_a_long_run_is_drawn_in_groups_and_says_so(tmp_path, monkeypatch):
+def test_a_long_run_is_drawn_in_groups_and_says_so(tmp_path):
     path = recorded(tmp_path / "run.jsonl")
     whole = page_data(render_report(TraceReader(path)))
-    monkeypatch.setattr("pagedcli.show.report.MAX_FRAMES", 20)
-    data = page_data(render_report(TraceReader(path)))
+    data = page_data(render_report(TraceReader(path), most_frames=20))
     assert data["group"] == -(-whole["numSteps"] // 20)
     assert len(data["columns"]["used"]) <= 20
     assert sum(data["columns"]["sampled"]) == sum(whole["columns"]["sampled"])

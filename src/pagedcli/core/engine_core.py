@@ -16,7 +16,7 @@ from pagedcli.core.cache import make_cache
 from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan, started
-from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
+from pagedcli.core.prefixes import Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, UnfinishedRequest
 from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.scoring import SCORING
@@ -484,7 +484,7 @@ class EngineCore:
         manager, stats = self.block_manager, self.stats
         self.cache.count(self.stats)
         if self._seen is not None and self._seen.has_forgotten:
-            stats.ideal_of = MOST_SEEN_TOKENS
+            stats.ideal_of = self._seen.most_tokens
         schedule_ns, forward_ns, sample_ns = clock.phases_ns
         stats.count_step(
             blocked=work.blocked,
