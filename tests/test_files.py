@@ -193,8 +193,7 @@ with whole_file(Path({str(tmp_path / "out.json")!r}), overwrite=False) as file:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_unnamed_files_hidden_ones_are_used_and_cleared_away(data, monkeypatch):
-    monkeypatch.setattr("pagedcli.files._unnamed_file", lambda folder: None)
+def test_without_unnamed_files_hidden_ones_are_used_and_cleared_away(data, no_unnamed_files):
     left = data.with_name(f".{data.name}.0123abcd.tmp")
     left.write_text("left by a killed process")
     with whole_file(data, overwrite=True) as file:

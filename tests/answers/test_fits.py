@@ -5,7 +5,6 @@ import math
 import shutil
 
 import pytest
-import torch
 from cli_harness import pagedcli
 from model_zoo import cached_model
 from models_by_config import QWEN3_06B, QWEN3_30B_A3B
@@ -90,10 +89,10 @@ CARDS = {
 @pytest.mark.quick("0.6B-16 GiB", "30B-16 GiB")
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("model", [QWEN3_06B, QWEN3_30B_A3B], ids=["0.6B", "30B"])
-def test_three_commands_give_one_answer_for_a_machine(model, card, tmp_path, monkeypatch):
+def test_three_commands_give_one_answer_for_a_machine(model, card, tmp_path, monkeypatch, torch_cuda):
     for module in (machine, memory_profile):
         monkeypatch.setattr(module, "this_machine", lambda **_: CARDS[card])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    torch_cuda(get_device_name=lambda *_: "a card")
     monkeypatch.setattr(memory_profile, "other_holders", lambda _: [])
     (tmp_path / "config.json").write_text(json.dumps(model))
     expected = fits(decide(EngineConfig(model=str(tmp_path)), read_spec(tmp_path), CARDS[card]))

@@ -15,8 +15,7 @@ from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import BackendError, UsageError
-from pagedcli.native import build
+from pagedcli.errors import UsageError
 
 FLAGS = {
     "sampling.max_tokens": 12,
@@ -197,11 +196,9 @@ def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):
     partial = journal_path(tmp_path / "out.jsonl")
     written = partial.read_bytes()
 
-    def no_compiler():
-        raise BackendError("no C++ compiler")
-
     with monkeypatch.context() as patch:
-        patch.setattr(build, "find_compiler", no_compiler)
+        patch.setenv("PAGEDCLI_NATIVE", "build")
+        patch.setenv("CXX", "/nowhere/g++")
         forget_library()
         with pytest.raises(UsageError, match=r"kernels: .* -> torch"):
             run_job(job(tmp_path, resume=True))

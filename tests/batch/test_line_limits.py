@@ -155,13 +155,13 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
         ParquetSource(str(path), columns=Columns())
 
 
-def test_a_text_on_which_the_tokenizer_fails_gives_an_error_row(harness, tmp_path, monkeypatch):
-    folder = tmp_path / "model"
+def test_a_text_on_which_the_tokenizer_fails_gives_an_error_row(tmp_path):
+    harness, folder = Harness(), tmp_path / "model"
     shutil.copytree(harness.engine.model_path, folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    monkeypatch.setattr(harness, "tokenizer", Tokenizer(folder))
+    harness.tokenizer = Tokenizer(folder)
     _, rows = harness.run([{"prompt": "a" * 40 + "!"}, {"prompt": [5, 6]}])
     assert rows[0]["error"]["code"] == "tokenizer_error"
     assert "Onig" in rows[0]["error"]["message"], "a panic of the library"

@@ -155,7 +155,7 @@ class ScriptedExecutor:
         self.width = width * len(windows)
         self.tables = [0] * (max_num_seqs * self.width)
         self.last_tokens = []
-        self.choose = choose
+        self.choose, self.score = choose, scored
         self.steps = []  # new tokens per sequence
         self.num_sampled = []  # rows of logits in each step
         self.kept = {}  # place -> the tokens of a sequence with a repetition penalty
@@ -207,7 +207,7 @@ class ScriptedExecutor:
         """Scores of the given tokens that the step asks for."""
         found, given = [], [] if step.prompt_rows is None else list(self._given(step))
         for piece in () if step.prompt_rows is None else step.prompt_rows.pieces:
-            scores = [scored(context, token) for context, token in given[: piece.num_tokens]]
+            scores = [self.score(context, token) for context, token in given[: piece.num_tokens]]
             del given[: piece.num_tokens]
             found.append(TargetScores(piece.seq_id, piece.first, scores))
         return found

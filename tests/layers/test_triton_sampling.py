@@ -2,10 +2,10 @@
 logits that are no numbers; in torch, by the native kernels, and by Triton kernels through the interpreter."""
 
 import itertools
-from unittest import mock
 
 import pytest
 import torch
+from conftest import forget_library
 from interpreter import INTERPRETED, interpreted, noise, plain
 
 from pagedcli.layers import sampling
@@ -19,11 +19,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(params=["triton"] if INTERPRETED else ["torch", "native"])
-def implementation(request, monkeypatch):
+def implementation(request):
     if request.param == "native":
         load_library()
     else:
-        monkeypatch.setattr(sampling, "loaded_library", lambda: None)
+        forget_library()
     return request.param
 
 
@@ -173,9 +173,11 @@ def test_choice_equals_its_twin(vocab_size, dtype, implementation):
     uniform = torch.tensor([0.0, 0.999999, 1.0, *torch.rand(9, generator=torch.Generator().manual_seed(1)).tolist()])
     limits = limits_of(*[(0, 1.0, 0.0), (20, 0.9, 0.0), (0, 0.9, 0.05)] * 4)
     for given in (None, limits):
+        if implementation == "native":
+            load_library()
         ours = choose(logits, temperature, uniform, given)
-        with mock.patch.object(sampling, "loaded_library", return_value=None):
-            expected = sampling.choose_tokens(logits, temperature, uniform, given, num_drawn=9)
+        forget_library()
+        expected = sampling.choose_tokens(logits, temperature, uniform, given, num_drawn=9)
         assert ours[temperature == 0].tolist() == expected[temperature == 0].tolist()
         for row in range(rows):
             if ours[row] != expected[row]:  # allowed only where the target lies on the border, up to float32 rounding

@@ -8,6 +8,7 @@ from pathlib import Path
 import models_by_config
 import pytest
 import torch
+from conftest import forget_library
 from model_zoo import tiny_model
 from msgspec import UNSET
 from torch.profiler import ProfilerActivity, profile
@@ -102,9 +103,8 @@ def wide_engine(path, **config):
 @pytest.mark.quick("float32-changes1")
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"head_dim": 128}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, changes, tmp_path, monkeypatch):
-    for module in ("layers.sampling", "runner.memory"):  # another test may have loaded the kernels
-        monkeypatch.setattr(f"pagedcli.{module}.loaded_library", lambda: None)
+def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, changes, tmp_path):
+    forget_library()  # another test may have loaded it
     path = tiny_model("qwen3", tmp_path / "m", **changes)
     engine = wide_engine(path, dtype=dtype, attention_backend="reference")
     step = StepShape.largest(1024, 64, 512)
