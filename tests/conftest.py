@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import bit_settings
 import pytest
@@ -68,6 +69,19 @@ def no_compiler(monkeypatch):
     forget_library()
     yield "the C++ compiler of $CXX does not exist: /nowhere/g++"
     forget_library()
+
+
+@pytest.fixture
+def add_backend(monkeypatch):
+    """Adds a module of attention to the registry, as the first choice on some devices."""
+    from pagedcli.attention import select
+
+    def add(name, *devices, **functions):
+        module = SimpleNamespace(**functions)
+        monkeypatch.setitem(sys.modules, f"fake_{name}", module)
+        monkeypatch.setattr(select, "REGISTRY", (select.Entry(name, f"fake_{name}", devices), *select.REGISTRY))
+
+    return add
 
 
 @pytest.fixture

@@ -93,7 +93,6 @@ def test_three_commands_give_one_answer_for_a_machine(model, card, tmp_path, mon
     for module in (machine, memory_profile):
         monkeypatch.setattr(module, "this_machine", lambda **_: CARDS[card])
     torch_cuda(get_device_name=lambda *_: "a card")
-    monkeypatch.setattr(memory_profile, "other_holders", lambda _: [])
     (tmp_path / "config.json").write_text(json.dumps(model))
     expected = fits(decide(EngineConfig(model=str(tmp_path)), read_spec(tmp_path), CARDS[card]))
     does_fit = expected.num_kvcache_blocks > 0

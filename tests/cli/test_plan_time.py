@@ -74,19 +74,6 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     assert "--expected-output and --outputs both set the output lengths" in result.stderr
 
 
-def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
-    """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
-    monkeypatch.setattr("pagedcli.cli.plan.MOST_SIMULATED", 100)
-    rows = [{"prompt": f"row {n}: and a fox", "max_tokens": 200, "ignore_eos": True} for n in range(600)]
-    path = write_rows(tmp_path / "in.jsonl", rows)
-    found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
-        "forecast"
-    ]
-    assert found["simulated_share"] < 0.2
-    assert found["requests"] == pytest.approx(600, abs=30)
-    assert found["generated_tokens"] == pytest.approx(1200, abs=60)
-
-
 @pytest.fixture(scope="module")
 def long_file(tmp_path_factory):
     """12,000 rows, longer towards the end, with two in a hundred bad and a common beginning."""

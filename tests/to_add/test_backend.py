@@ -1,8 +1,6 @@
 """To add an attention backend, touch its module and one line in attention/select.py."""
 
 import json
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -34,12 +32,9 @@ def check(spec):
 
 
 @pytest.fixture(autouse=True)
-def added(monkeypatch):
+def added(add_backend):
     """The new module and its line in the registry, first choice on a CPU."""
-    module = ModuleType("fake_abacus")
-    module.check, module.load = check, lambda spec: check(spec)()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(select, "REGISTRY", (select.Entry("abacus", module.__name__, ("cpu",)), *select.REGISTRY))
+    add_backend("abacus", "cpu", check=check, load=lambda spec: check(spec)())
 
 
 def test_generate_takes_it_first_and_by_name(tmp_path):
