@@ -90,18 +90,20 @@ def parsed(path):
 
 
 @cache
+def import_statements(path):
+    """All of a file, and those that only a type checker reads."""
+    nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.If | ast.Import | ast.ImportFrom)]
+    blocks = [each for each in nodes if isinstance(each, ast.If) and getattr(each.test, "id", "") == "TYPE_CHECKING"]
+    return nodes, {node for block in blocks for node in ast.walk(block)}
+
+
+@cache
 def imports(path, *, module_level_only=False, with_types=False):
     """Dotted names imported by a file; relative imports are not used in this project."""
-    tree = parsed(path)
-    nodes = list(tree.body if module_level_only else ast.walk(tree))
-    if not with_types:
-        blocks = [
-            each for each in nodes if isinstance(each, ast.If) and getattr(each.test, "id", "") == "TYPE_CHECKING"
-        ]
-        typing_only = {node for block in blocks for node in ast.walk(block)}
-        nodes = [node for node in nodes if node not in typing_only]
+    found, typing_only = import_statements(path)
+    nodes = parsed(path).body if module_level_only else found
     names = set()
-    for node in nodes:
+    for node in nodes if with_types else (node for node in nodes if node not in typing_only):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

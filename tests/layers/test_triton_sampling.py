@@ -213,19 +213,19 @@ LIMITED = [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.2), (4, 0.9, 
 @pytest.mark.parametrize("row", [LIMITED[4], *slow(*((row,) for row in LIMITED[:4]))], ids=str)
 def test_rows_that_are_not_numbers_get_the_invalid_token_and_their_neighbours_their_own(row):
     good = noise(2, 5000, scale=3.0)
-    bad = [good.clone() for _ in range(5)]
+    bad = [good[:1].clone() for _ in range(5)]
     bad[0][:, 7] = float("nan")
     bad[1][:, 4500] = float("nan")  # in the second chunk
     bad[2][:, 4999] = float("inf")
     bad[3][:] = float("-inf")
     bad[4][:] = float("nan")
     logits = torch.cat([*bad, good]).repeat_interleave(2, 0)
-    temperature = torch.tensor([0.0, 0.8]).repeat(12)
-    uniform = torch.linspace(0.1, 0.9, 24)
-    tokens = choose(logits, temperature, uniform, limits_of(*[row] * 24))
-    assert (tokens[:20] == sampling.INVALID).all()
-    assert (tokens[20:] >= 0).all()
-    assert torch.equal(tokens[20:], choose(logits[20:], temperature[20:], uniform[20:], limits_of(*[row] * 4)))
+    temperature = torch.tensor([0.0, 0.8]).repeat(7)
+    uniform = torch.linspace(0.1, 0.9, 14)
+    tokens = choose(logits, temperature, uniform, limits_of(*[row] * 14))
+    assert (tokens[:10] == sampling.INVALID).all()
+    assert (tokens[10:] >= 0).all()
+    assert torch.equal(tokens[10:], choose(logits[10:], temperature[10:], uniform[10:], limits_of(*[row] * 4)))
 
 
 def chi_square(rows, num_draws):
@@ -259,7 +259,7 @@ KINDS = [
 @each_implementation
 @plain
 def test_a_hundred_thousand_draws_follow_the_definition():
-    chi_square(KINDS, 100_000)
+    chi_square(KINDS, 100_000 // len(KINDS))
 
 
 @interpreted
