@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import (
-    Case,
-    fill_cache,
-    held,
-    run,
-    worst_error,
-)
+from attention_cases import Case, fill_cache, held, run, worst_error
 from bit_settings import by_default
 from harness.engine import ragged_prompts
 from harness.engine import run as run_engine
