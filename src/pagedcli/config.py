@@ -47,6 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: Annotated[
         str | None, _model("Branch, tag or commit of a hub model", affects_rows=False, has_flag=False)
     ] = None
+    adapter: Annotated[
+        str | None, _model("LoRA adapter, a folder or hub id, to merge into the weights", metavar="ADAPTER")
+    ] = None
     dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as in the checkpoint")] = "auto"
     quantization: Annotated[
         str | None,
