@@ -17,9 +17,6 @@ def test_hash_is_xxh64_of_parent_and_int64_tokens():
     first = xxhash.xxh64(struct.pack("<3q", 5, 6, 7)).intdigest()
     assert compute_hash((5, 6, 7)) == first
     assert compute_hash((1, 2), first) == xxhash.xxh64(struct.pack("<Q", first) + struct.pack("<2q", 1, 2)).intdigest()
-    nano_vllm = xxhash.xxh64(first.to_bytes(8, "little"))  # as its BlockManager.compute_hash spells it
-    nano_vllm.update(np.array([1, 2], dtype=np.int64).tobytes())
-    assert compute_hash((1, 2), first) == nano_vllm.intdigest()
 
 
 def test_whole_cached_prompt_computes_only_its_last_token_and_takes_no_block():
@@ -142,6 +139,102 @@ def test_fork_copies_the_partial_block_on_first_write_and_leaves_it_to_the_last(
     assert a.block_table[1] == partial_block
     assert len({seq.block_table[1] for seq in (a, b, c)}) == 3
     assert a.block_table[0] == b.block_table[0] == c.block_table[0]
+
+
+class Literal:
+    """The block manager as tutorials on nano-vllm write it; a block is `[ref_count, hash, token_ids]`."""
+
+    def __init__(self, num_blocks, size):
+        self.blocks, self.size = [[0, -1, []] for _ in range(num_blocks)], size
+        self.hash_to_block_id, self.free, self.used = {}, list(range(num_blocks)), set()
+
+    @staticmethod
+    def compute_hash(token_ids, prefix=-1):
+        found = xxhash.xxh64() if prefix == -1 else xxhash.xxh64(prefix.to_bytes(8, "little"))
+        found.update(np.array(token_ids, dtype=np.int64).tobytes())
+        return found.intdigest()
+
+    def take(self, seq, block_id):
+        self.free.remove(block_id), self.used.add(block_id)
+        self.blocks[block_id] = [1, -1, []]
+        seq.block_table.append(block_id)
+
+    def allocate(self, seq):
+        found, missed = -1, False
+        for start in range(0, len(seq.token_ids), self.size):
+            token_ids = seq.token_ids[start : start + self.size]
+            found = self.compute_hash(token_ids, found) if len(token_ids) == self.size else -1
+            block_id = self.hash_to_block_id.get(found, -1)
+            missed = missed or block_id == -1 or self.blocks[block_id][2] != token_ids
+            seq.num_cached_tokens += 0 if missed else self.size
+            if missed or block_id not in self.used:
+                block_id = self.free[0] if missed else block_id
+                self.take(seq, block_id)
+            else:
+                self.blocks[block_id][0] += 1
+                seq.block_table.append(block_id)
+            if found != -1:
+                self.blocks[block_id][1:], self.hash_to_block_id[found] = [found, token_ids], block_id
+
+    def may_append(self, seq):
+        table, length = seq.block_table, len(seq.token_ids)
+        if length % self.size == 1:
+            self.take(seq, self.free[0])
+        elif length % self.size == 0:
+            token_ids = seq.token_ids[-self.size :]
+            found = self.compute_hash(token_ids, self.blocks[table[-2]][1] if len(table) > 1 else -1)
+            self.blocks[table[-1]][1:], self.hash_to_block_id[found] = [found, token_ids], table[-1]
+
+    def deallocate(self, seq):
+        for block_id in reversed(seq.block_table):
+            self.blocks[block_id][0] -= 1
+            if not self.blocks[block_id][0]:
+                self.used.remove(block_id), self.free.append(block_id)
+        seq.block_table, seq.num_cached_tokens = [], 0
+
+
+# a prompt, an appended token or the end; then the block table, its cached tokens, and the ref count of each block
+LITERAL_STEPS = [
+    ("A", [11, 12, 13, 14, 21, 22], [0, 1], 0, "110000000"),
+    ("A", 23, [0, 1], 0, "110000000"),
+    ("A", 24, [0, 1], 0, "110000000"),  # fills block 1, which has a hash from now on
+    ("B", [11, 12, 13, 14, 21, 22, 23, 24, 31], [0, 1, 2], 8, "221000000"),
+    ("C", [11, 12, 13, 14, 41, 42, 43, 44], [0, 3], 4, "321100000"),
+    ("A", 25, [0, 1, 4], 0, "321110000"),
+    ("C", None, [], 0, "221010000"),
+    ("D", [11, 12, 13, 14, 41, 42, 43, 44, 51], [0, 3, 5], 8, "321111000"),  # block 0 is shared, block 3 revived
+    ("B", 32, [0, 1, 2], 8, "321111000"),
+]
+
+
+def test_blocks_are_those_of_the_literal_algorithm_step_by_step():
+    """Up to the differences that docs/kv-cache.md names: where a partial block is freed to, and a full hit."""
+    literal, manager, theirs, ours = Literal(9, 4), BlockManager(9, 4), {}, {}
+    for name, change, table, num_cached, refs in LITERAL_STEPS:
+        if isinstance(change, list):
+            theirs[name], ours[name] = make_seq(change), make_seq(change)
+            literal.allocate(theirs[name]), prefill(manager, ours[name])
+        elif change is None:
+            literal.deallocate(theirs[name]), manager.deallocate(ours[name])
+        else:
+            theirs[name].token_ids.append(change), ours[name].token_ids.append(change)
+            literal.may_append(theirs[name]), manager.may_append(ours[name])
+            ours[name].num_computed_tokens += 1
+        assert theirs[name].block_table == ours[name].block_table == table
+        assert theirs[name].num_cached_tokens == ours[name].num_cached_tokens == num_cached
+        assert [each[0] for each in literal.blocks] == [each.ref_count for each in manager.blocks] == [*map(int, refs)]
+        assert [each[1] for each in literal.blocks] == [
+            -1 if each.hash is None else each.hash for each in manager.blocks
+        ]
+        assert literal.hash_to_block_id == manager.hash_to_block_id
+        assert literal.free == list(manager.free_block_ids)
+    literal.deallocate(theirs["B"]), manager.deallocate(ours["B"])
+    assert (literal.free, list(manager.free_block_ids)) == ([6, 7, 8, 2], [2, 6, 7, 8])
+    whole = make_seq(range(11, 15)), make_seq(range(11, 15))
+    literal.allocate(whole[0])
+    assert whole[0].num_cached_tokens == 4  # of 4: nothing is left to compute
+    assert prefill(manager, whole[1]) == 3
+    assert whole[0].block_table == whole[1].block_table == [0]
 
 
 TestPool = PoolMachine.TestCase

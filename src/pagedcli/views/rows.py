@@ -34,7 +34,7 @@ class ShownRow:
         for source in self.sources:
             value = getattr(source, name, _ABSENT)
             if value is not _ABSENT:
-                return value
+                return None if value is UNSET else value
         raise AttributeError(name)
 
 
@@ -155,9 +155,9 @@ class LookupRow(ShownRow):
 
     USES: ClassVar = {
         "file": "seq_id request_id row_id reason own num_tokens blocks_asked blocks_hit tokens_hit first_miss"
-        " missing_hash miss_reason partial_tokens shared_tokens disk_tokens",
+        " missing_hash miss_reason partial_tokens shared_tokens disk_tokens blocks_shared blocks_revived blocks_fresh",
         "json": "",  # as the event
-        "table": "seq_id label reason num_tokens blocks_asked blocks_hit tokens_hit first_miss why",
+        "table": "seq_id label reason num_tokens blocks_asked blocks_hit tokens_hit blocks_taken first_miss why",
     }
 
     seq_id: SeqId
@@ -188,6 +188,14 @@ class LookupRow(ShownRow):
     disk_tokens: Annotated[
         int | None, Means("of tokens_hit, those read from the prefix store for it; null: none is used")
     ] = computed(lambda row: None if row.event.disk_tokens is UNSET else row.event.disk_tokens)
+    blocks_shared: Annotated[
+        int | None, Means("blocks found while another sequence holds them; null: an older trace, as of the next two")
+    ]
+    blocks_revived: Annotated[int | None, Means("blocks found that nobody held: revived from the free list")]
+    blocks_fresh: Annotated[int | None, Means("blocks taken from the free list for the first tokens that it computes")]
+    blocks_taken: Annotated[
+        dict[str, int] | None, "shared+revived+fresh", lambda taken: "+".join(map(str, taken.values()))
+    ]
     why: Annotated[str, "why no more"] = computed(lambda row: why_no_more(row.event))
 
     def __init__(self, event: ev.PrefixLookedUp, seq: SeqState | None) -> None:
