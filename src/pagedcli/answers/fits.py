@@ -315,7 +315,7 @@ def cache_tensors(fit: Fit) -> Iterator[str]:
     for (kept, *sizes), numbers in shapes.items():
         of = f" for group{'s' if len(numbers) > 1 else ''} {id_ranges(numbers)}" if len(shapes) > 1 else ""
         words = zip(sizes, ("layer", "block", "token", "KV head", "dim"), strict=True)
-        parts = [f"{kept} ({'K, V' if kept > 1 else 'K with V in it'})", *(plural(count, word) for count, word in words)]
+        parts = [f"{kept} ({'K, V' if kept > 1 else 'K, V in it'})", *(plural(count, word) for count, word in words)]
         yield f"KV cache tensor{of}: {' x '.join(parts)}, {fit.kv_dtype}"
 
 
