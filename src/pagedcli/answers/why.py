@@ -151,7 +151,7 @@ class ExplainedLookup(LookupRow):
         "json": "step seq_id request_id row_id label kind num_tokens blocks_asked blocks_hit tokens_hit"
         " ideal_tokens_hit lost_tokens first_miss reason why evicted_step"
         " evicted_block_id evicted_for num_more_blocks partial_tokens disk_tokens blocks_taken divergence",
-        "table": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit blocks_taken ideal_tokens_hit"
+        "table": "step seq_id label kind num_tokens blocks_asked tokens_hit blocks_taken ideal_tokens_hit"
         " first_miss lost_tokens why",
         "page": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit blocks_taken ideal_tokens_hit"
         " reason why divergence",

@@ -164,7 +164,7 @@ class LookupRow(ShownRow):
         "file": "seq_id request_id row_id reason own num_tokens blocks_asked blocks_hit tokens_hit first_miss"
         " missing_hash miss_reason partial_tokens shared_tokens disk_tokens blocks_shared blocks_revived blocks_fresh",
         "json": "",  # as the event
-        "table": "seq_id label reason num_tokens blocks_asked blocks_hit tokens_hit blocks_taken first_miss why",
+        "table": "seq_id label reason num_tokens blocks_asked tokens_hit blocks_taken first_miss why",
     }
 
     seq_id: SeqId
