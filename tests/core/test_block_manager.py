@@ -17,19 +17,9 @@ def test_hash_is_xxh64_of_parent_and_int64_tokens():
     first = xxhash.xxh64(struct.pack("<3q", 5, 6, 7)).intdigest()
     assert compute_hash((5, 6, 7)) == first
     assert compute_hash((1, 2), first) == xxhash.xxh64(struct.pack("<Q", first) + struct.pack("<2q", 1, 2)).intdigest()
-
-
-def test_whole_cached_prompt_computes_only_its_last_token_and_takes_no_block():
-    manager = BlockManager(4, 2)
-    a, b = make_seq([1, 2, 3, 4]), make_seq([1, 2, 3, 4])
-    prefill(manager, a)
-    free = manager.num_free_blocks
-    hit = manager.lookup(b)
-    assert manager.num_computed_after(b, hit) == 3
-    assert manager.num_new_blocks(b, hit, 1) == 0
-    manager.allocate(b, hit, 1)
-    assert (b.num_cached_tokens, b.num_computed_tokens, manager.num_free_blocks) == (4, 3, free)
-    manager.check([a, b])
+    nano_vllm = xxhash.xxh64(first.to_bytes(8, "little"))  # as its BlockManager.compute_hash spells it
+    nano_vllm.update(np.array([1, 2], dtype=np.int64).tobytes())
+    assert compute_hash((1, 2), first) == nano_vllm.intdigest()
 
 
 def test_a_pool_has_a_block_and_a_block_a_token():
@@ -142,54 +132,50 @@ def test_fork_copies_the_partial_block_on_first_write_and_leaves_it_to_the_last(
 
 
 class Literal:
-    """The block manager as tutorials on nano-vllm write it; a block is `[ref_count, hash, token_ids]`."""
+    """The block manager as tutorials on nano-vllm write it, with None for a hash of -1."""
 
     def __init__(self, num_blocks, size):
-        self.blocks, self.size = [[0, -1, []] for _ in range(num_blocks)], size
-        self.hash_to_block_id, self.free, self.used = {}, list(range(num_blocks)), set()
-
-    @staticmethod
-    def compute_hash(token_ids, prefix=-1):
-        found = xxhash.xxh64() if prefix == -1 else xxhash.xxh64(prefix.to_bytes(8, "little"))
-        found.update(np.array(token_ids, dtype=np.int64).tobytes())
-        return found.intdigest()
+        self.refs, self.hashes, self.tokens = [0] * num_blocks, [None] * num_blocks, [None] * num_blocks
+        self.hash_to_block_id, self.free, self.size = {}, list(range(num_blocks)), size
 
     def take(self, seq, block_id):
-        self.free.remove(block_id), self.used.add(block_id)
-        self.blocks[block_id] = [1, -1, []]
+        self.free.remove(block_id)
+        self.refs[block_id], self.hashes[block_id], self.tokens[block_id] = 1, None, None
         seq.block_table.append(block_id)
 
+    def fill(self, block_id, tokens, parent):
+        self.hashes[block_id], self.tokens[block_id] = compute_hash(tokens, parent), tokens
+        self.hash_to_block_id[self.hashes[block_id]] = block_id
+
     def allocate(self, seq):
-        found, missed = -1, False
+        parent, missed = None, False
         for start in range(0, len(seq.token_ids), self.size):
-            token_ids = seq.token_ids[start : start + self.size]
-            found = self.compute_hash(token_ids, found) if len(token_ids) == self.size else -1
-            block_id = self.hash_to_block_id.get(found, -1)
-            missed = missed or block_id == -1 or self.blocks[block_id][2] != token_ids
+            tokens = seq.token_ids[start : start + self.size]
+            is_full = len(tokens) == self.size
+            found = self.hash_to_block_id.get(compute_hash(tokens, parent)) if is_full else None
+            missed = missed or found is None or self.tokens[found] != tokens
             seq.num_cached_tokens += 0 if missed else self.size
-            if missed or block_id not in self.used:
-                block_id = self.free[0] if missed else block_id
-                self.take(seq, block_id)
+            if missed or not self.refs[found]:
+                self.take(seq, self.free[0] if missed else found)
             else:
-                self.blocks[block_id][0] += 1
-                seq.block_table.append(block_id)
-            if found != -1:
-                self.blocks[block_id][1:], self.hash_to_block_id[found] = [found, token_ids], block_id
+                self.refs[found] += 1
+                seq.block_table.append(found)
+            if is_full:
+                self.fill(seq.block_table[-1], tokens, parent)
+                parent = self.hashes[seq.block_table[-1]]
 
     def may_append(self, seq):
-        table, length = seq.block_table, len(seq.token_ids)
-        if length % self.size == 1:
+        if len(seq.token_ids) % self.size == 1:
             self.take(seq, self.free[0])
-        elif length % self.size == 0:
-            token_ids = seq.token_ids[-self.size :]
-            found = self.compute_hash(token_ids, self.blocks[table[-2]][1] if len(table) > 1 else -1)
-            self.blocks[table[-1]][1:], self.hash_to_block_id[found] = [found, token_ids], table[-1]
+        elif len(seq.token_ids) % self.size == 0:
+            *_, before, last = [None, *seq.block_table]
+            self.fill(last, seq.token_ids[-self.size :], None if before is None else self.hashes[before])
 
     def deallocate(self, seq):
         for block_id in reversed(seq.block_table):
-            self.blocks[block_id][0] -= 1
-            if not self.blocks[block_id][0]:
-                self.used.remove(block_id), self.free.append(block_id)
+            self.refs[block_id] -= 1
+            if not self.refs[block_id]:
+                self.free.append(block_id)
         seq.block_table, seq.num_cached_tokens = [], 0
 
 
@@ -222,10 +208,8 @@ def test_blocks_are_those_of_the_literal_algorithm_step_by_step():
             ours[name].num_computed_tokens += 1
         assert theirs[name].block_table == ours[name].block_table == table
         assert theirs[name].num_cached_tokens == ours[name].num_cached_tokens == num_cached
-        assert [each[0] for each in literal.blocks] == [each.ref_count for each in manager.blocks] == [*map(int, refs)]
-        assert [each[1] for each in literal.blocks] == [
-            -1 if each.hash is None else each.hash for each in manager.blocks
-        ]
+        assert literal.refs == [block.ref_count for block in manager.blocks] == [*map(int, refs)]
+        assert literal.hashes == [block.hash for block in manager.blocks]
         assert literal.hash_to_block_id == manager.hash_to_block_id
         assert literal.free == list(manager.free_block_ids)
     literal.deallocate(theirs["B"]), manager.deallocate(ours["B"])

@@ -13,16 +13,8 @@ from model_zoo import tiny_model
 from msgspec import UNSET
 from torch.profiler import ProfilerActivity, profile
 
-from pagedcli.answers.fits import (
-    Fit,
-    block_formula,
-    budget_formula,
-    cache_tensors,
-    concurrency_rows,
-    largest_group,
-    target_rows,
-    waterfall,
-)
+from pagedcli.answers import fits
+from pagedcli.answers.fits import Fit, block_formula, budget_formula, concurrency_rows, target_rows, waterfall
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.core.budget import TERMS, StepShape, Terms
 from pagedcli.core.groups import TableShape
@@ -54,8 +46,8 @@ def test_a_qwen3_06b_block_and_a_card_with_known_numbers(tmp_path):
     given = read_described(None, "23.48GiB", None, used="3.69GiB", others=None, peak="1.58GiB", current="1.14GiB")
     fit = profile_described(config, given)
     assert (fit.num_kvcache_blocks, fit.block_bytes) == (621, 28 * MIB)
-    block = block_formula(largest_group(fit), 256, "bfloat16")
-    shown = [f"room for KV = {budget_formula(fit)}", f"bytes/block = {block}", *cache_tensors(fit)]
+    block = block_formula(fits.largest_group(fit), 256, "bfloat16")
+    shown = [f"room for KV = {budget_formula(fit)}", f"bytes/block = {block}", *fits.cache_tensors(fit)]
     assert "\n".join(shown) in (ROOT / "docs" / "kv-cache.md").read_text()
     assert block_formula(GROUP, 256, "int8") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x (128 head_dim x 1 bytes + 4 of scale) = 15,138,816"
