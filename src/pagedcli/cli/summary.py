@@ -169,6 +169,7 @@ def _findings_document(findings: "views.whole_run.Findings") -> dict[str, object
         "longest_shared_prefix_tokens": facts.longest_shared,
         "ideal_hit_rate": facts.num_ideal_tokens / looked_up if looked_up else None,
         "ideal_of_newest_tokens": facts.ideal_of,
+        "admitted_blocks": dict(facts.admitted) or None,
         "lost_tokens": {words: count for count, words in findings.lost()},
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,
