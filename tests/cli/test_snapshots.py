@@ -20,7 +20,7 @@ from pagedcli.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = sorted((ROOT / "tests" / "snapshots").glob("*.txt"))
-COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d)?$", re.MULTILINE)
+COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d+)?$", re.MULTILINE)
 # what differs from machine to machine, and from run to run
 MASKS = (
     (r"(?<![\w.])[\d,]+(?:\.\d+)? (?:µs|ms|s|min|h|GB/s)(?=\W|$)", "# s"),

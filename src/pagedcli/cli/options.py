@@ -43,7 +43,7 @@ def _flags(section: str) -> dict[str, Any]:
         if not declared.has_flag:
             continue
         long = flag_name(name)
-        is_text = declared.metavar == "BYTES" or declared.reads or declared.removed
+        is_text = declared.metavar in ("BYTES", "TIME") or declared.reads or declared.removed
         taken = str if is_text else _flag_type(type_, declared)
         names = [f"{long}/--no-{long[2:]}" if taken is bool else long]
         if short := _SHORT.get(f"{section}.{name}"):

@@ -89,6 +89,7 @@ def say_store(facts: StoreFacts, path: str) -> None:
 
 
 _ENDINGS = {"complete": "", "interrupted": "Interrupted after ", "too_many_errors": "Stopped by --max-errors after "}
+_ENDINGS |= {"out_of_time": "Stopped by --max-time after "}
 
 
 def say_summary(result: BatchResult) -> None:
