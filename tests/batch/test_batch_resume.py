@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness.engine import comparable_rows, is_complete
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
+from pagedcli.batch.rows import reasons_of
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
 from pagedcli.errors import BackendError, UsageError
@@ -226,7 +228,7 @@ def test_runs_that_max_time_stops_finish_what_they_began_and_resume_to_the_rows_
 ):
     rows = uninterrupted[1]
     (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
-    codes, clock = [], count(step=10**6)  # a millisecond per look at it
+    codes, clock, ran = [], count(step=10**6), []  # a millisecond per look at it
     while not codes or codes[-1] == 130:
         begun, ended = set(), {}
         config = load_config(None, FLAGS | {"run.max_time": "0.4s", "run.reorder": reorder})
@@ -237,7 +239,7 @@ def test_runs_that_max_time_stops_finish_what_they_began_and_resume_to_the_rows_
             elif isinstance(event, RequestFinished):
                 ended[event.seq_id] = event.reason
 
-        one = replace(job(tmp_path, resume=bool(codes)), loaded=config)
+        one = replace(job(tmp_path, resume=bool(codes)), loaded=config, watch=ran.append)
         codes.append(run_job(one, emit=observe, clock_ns=clock.__next__))
         aborted = {seq_id for seq_id, reason in ended.items() if reason == "abort"}
         assert begun, "each of them gets further"
@@ -246,3 +248,5 @@ def test_runs_that_max_time_stops_finish_what_they_began_and_resume_to_the_rows_
     assert codes[-1] == 3
     assert len(codes) >= 4
     assert comparable_rows(tmp_path / "out.jsonl") == rows
+    written = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert ran[-1].ended.reasons == Counter(reason for row in written for reason in reasons_of(row))

@@ -171,7 +171,7 @@ class BatchRun:
         self._exhausted = False  # whether the input has ended, and no row of it was taken back
         most_s, start_ns = options.run.max_time, engine.clock_ns() if start_ns is None else start_ns
         self._end_ns = inf if most_s is None else start_ns + most_s * 1e9
-        self.stats = BatchStats(num_rows=num_rows, facts=engine.stats)
+        self.stats = BatchStats(num_rows=num_rows, facts=engine.stats, ended=rows.ended)
 
     def run(self) -> BatchResult:
         """Serve every line. Finishes the sink if the run is complete, and abandons it if the run stops early."""
@@ -194,6 +194,9 @@ class BatchRun:
         if (journal := self._sink.journal) is not None:
             self.stats.num_resumed, self.stats.num_resumed_failed = journal.num_rows, journal.num_failed_rows
             self.stats.name_failed(journal.failures)
+            self.stats.ended.reasons.update(journal.reasons)
+            if not self._options.config.sampling.ignore_eos:
+                self.stats.ended.cut_at[None] += journal.reasons["length"]
         while not self._stop_requested():
             is_late = engine.clock_ns() >= self._end_ns
             if is_late:
