@@ -55,7 +55,7 @@ def test_the_output_field_renames_the_text_of_rows_samples_and_errors(harness):
 
 LINES = [
     {"id": "a", "prompt": "The fox", "label": "x", "meta": {"k": [1, None]}},
-    {"id": "b", "prompt": "Hello", "meta": 2.5},
+    {"id": "b", "prompt": "Hello", "meta": 2.5, "choices": ["a", "b"]},
     {"id": "c", "prompt": 5, "label": "z"},
 ]
 

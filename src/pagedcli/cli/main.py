@@ -189,7 +189,7 @@ class _Command(TyperCommand):
         """Section -> its flags, of a command with many; the name is the last word of the panel's title."""
         sections: dict[str, list[Any]] = {}
         for flag in self.get_params(ctx):
-            if (panel := getattr(flag, "rich_help_panel", None)) is not None:
+            if (panel := getattr(flag, "rich_help_panel", None)) is not None and not getattr(flag, "hidden", False):
                 sections.setdefault(panel.partition(" (")[0].split()[-1].lower(), []).append(flag)
         return sections if sum(map(len, sections.values())) > _MOST_SHOWN else {}
 

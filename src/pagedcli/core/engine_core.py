@@ -167,6 +167,11 @@ class EngineCore:
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a step has computed something of this request, finished ones included."""
+        request = self._requests.get(request_id)
+        return request is None or any(seq.facts.admitted_s is not None for seq in request.seqs)
+
     def abort(self, request_id: str) -> None:
         """Drop a request and release its blocks. Unknown or finished requests are ignored."""
         request = self._requests.pop(request_id, None)
