@@ -47,6 +47,7 @@ class Job:
     loaded: LoadedConfig
     input_name: str  # a path, or '-' for stdin
     output: Path | None  # None: stdout
+    is_text: bool = False  # whether the input is one prompt, whose answer a terminal shows as text
     resume: bool = False
     overwrite: bool = False
     shard: tuple[int, int] = (0, 1)  # (i, n): the rows whose index % n is i

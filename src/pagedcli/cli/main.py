@@ -286,7 +286,7 @@ def pagedcli(
 ) -> None:
     """LLM batch generation and KV-cache inspection.
 
-    Begin: echo '{"prompt": "Once upon a time"}' | pagedcli generate -
+    Begin: pagedcli generate "Once upon a time"
 
     pagedcli generate prompts.jsonl -o out.jsonl
     """
