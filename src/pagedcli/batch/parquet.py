@@ -79,11 +79,15 @@ class ParquetSource(LineSource):
     def batches(self, columns: list[str] | None = None) -> Iterator[Any]:
         """pyarrow.RecordBatch, with all columns by default. Raises: PagedcliError if the file is damaged."""
         for path in self._paths:
-            try:
-                with _open_parquet(path) as file:
-                    yield from file.iter_batches(_READ_ROWS, columns=columns)
-            except (pa.ArrowException, OSError) as error:
-                raise PagedcliError(f"{path} is damaged: {error}") from error
+            yield from _batches(path, columns)
+
+
+def _batches(path: Path, columns: list[str] | None = None) -> Iterator[Any]:
+    try:
+        with _open_parquet(path) as file:
+            yield from file.iter_batches(_READ_ROWS, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise PagedcliError(f"{path} is damaged: {error}") from error
 
 
 def _open_parquet(path: Path) -> Any:
@@ -103,9 +107,18 @@ def _schema_of(path: Path) -> Any:
 
 def lines_of(batch: Any, columns: Columns) -> Iterator[dict[str, Any]]:
     """The lines of a record batch or a table whose columns a line may have."""
+    return (line_of(row, columns) for row in _rows_of(batch))
+
+
+def rows_of_table(path: Path) -> Iterator[dict[str, Any]]:
+    """The values of each row of a file by column. Raises: UsageError, PagedcliError."""
+    return (row for batch in _batches(path) for row in _rows_of(batch))
+
+
+def _rows_of(batch: Any) -> Iterator[dict[str, Any]]:
     names = batch.schema.names
     for row in zip(*(_values(name, batch.column(name)) for name in names), strict=True):
-        yield line_of(dict(zip(names, row, strict=True)), columns)
+        yield dict(zip(names, row, strict=True))
 
 
 def _values(name: str, column: Any) -> list[Any]:

@@ -314,7 +314,7 @@ class Sample(msgspec.Struct, frozen=True):
         return {name: fields.get(name) for name in Sample.__struct_fields__} | {
             "index": fields.get("index", 0),
             "text": message["content"] if "message" in fields else fields.get(answer),
-            "reasoning": message.get("reasoning_content"),
+            "reasoning": message.get("reasoning_content", message.get("reasoning")),
             "finish_reason": fields["finish_reason"],
             "tool_calls": message.get("tool_calls"),
         }
@@ -343,13 +343,14 @@ class WrittenRow(msgspec.Struct, frozen=True):
         NOT_A_ROW."""
         fields = msgspec.json.decode(content, type=dict[str, Any])
         body = (fields.get("response") or {}).get("body") or fields
-        samples = [] if fields["error"] is not None else body.get("choices") or body.get("outputs") or [body]
+        error = fields["error"] or body.get("error")  # OpenAI's failed requests have it in the body
+        samples = [] if error is not None else body.get("choices") or body.get("outputs") or [body]
         answer = "text" if "response" in fields else answer
         values = {
             "fields": fields,
             "id": fields["custom_id" if "response" in fields else "id"],
             "index": fields.get("index", index),
-            "error": fields["error"],
+            "error": error and error.get("error", error),  # vLLM's has one inside
             "usage": body.get("usage"),
             "metrics": body.get("metrics"),
             "samples": [Sample.values_of(sample, answer) for sample in samples],
