@@ -28,6 +28,7 @@ from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
 from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, check_defaults, open_source, open_tokenizer
 from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.reuse import Reuse
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink, JsonLines, Sink, StreamSink
@@ -55,6 +56,7 @@ class Job:
     summary_json: Path | None = None  # the run's last lines for machines
     record: Path | None = None  # the trace
     num_verified: int = 0  # rows to generate again at the end
+    reuse: tuple[Path, ...] = ()  # earlier outputs, whose rows are taken over
     others: Mapping[str, Path] = field(default_factory=dict)  # more files that are written: what each is -> its path
     watch: Callable[[BatchStats], None] = lambda stats: None  # receives the counts of the run, which change
 
@@ -78,6 +80,7 @@ class Job:
         config, sources = self.loaded.config, self.loaded.sources.values()
         named = {"the model": config.engine.model, "--chat-template": config.run.chat_template}
         named["the configuration"] = next((source for source in sources if not source.startswith("--")), None)
+        named |= {f"--reuse {path}": str(path) for path in self.reuse}
         files = {what: Path(name) for what, name in named.items() if name is not None and "\n" not in name}
         return input_files(self.input_name) | {what: path for what, path in files.items() if _is_file(path)}
 
@@ -129,6 +132,7 @@ class OpenJob:
         self._columns = self._format.row_columns if isinstance(self._format, ParquetRows) else columns
         self._kept = KeptColumns(self.lines, columns, in_rows=self._columns.copies)
         run = job.loaded.config.run
+        self.reuse: Reuse | None = None  # known after open_sink
         self._repeats: Repeats | None = None
         if run.deduplicate:
             if self.lines.is_live:
@@ -176,6 +180,9 @@ class OpenJob:
         if scans is not None:
             self._read = scans[1]
             self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
+        if job.reuse:
+            settings = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
+            self.reuse = Reuse(job.reuse, settings, to_parquet=isinstance(self._format, ParquetRows))
         self._fingerprint |= input_fingerprint(scans and scans[0])
         order = job.loaded.config.run.order
         if job.output_file is None:
@@ -219,6 +226,7 @@ class OpenJob:
             num_rows=self._num_rows,
             read=self._read,
             repeats=self._repeats,
+            reuse=self.reuse,
             observe=observe,
             observe_row=observe_answers,
             stop_requested=stop_requested,

@@ -48,12 +48,13 @@ def _joined(lines: Iterable[dict[str, Any]]) -> Iterator[bytes]:
 
 def _row(samples: list[dict[str, Any]]) -> bytes:
     several = {"outputs": [line | {"index": line["sample"]} for line in samples]} if len(samples) > 1 else {}
-    return msgspec.json.encode({"id": None, "error": None} | samples[0] | several)
+    return msgspec.json.encode({"id": None} | samples[0] | several)
 
 
 def _of_table(line: dict[str, Any]) -> dict[str, Any]:
     """A line of a Parquet table, or one of its samples, with the fields of a row."""
-    found = line | {"logprobs": line.get("token_logprobs"), "prompt_logprobs": line.get("prompt_token_logprobs")}
+    found = {name: value for name, value in line.items() if name not in ("logprobs", "prompt_logprobs")}
+    found |= {"logprobs": line.get("token_logprobs"), "prompt_logprobs": line.get("prompt_token_logprobs")}
     if line.get("tool_calls"):
         found["tool_calls"] = msgspec.json.decode(line["tool_calls"])
     if "outputs" in line:

@@ -185,6 +185,7 @@ class BatchRow(msgspec.Struct, eq=False):
     cache_salt: str | None = None
     error: RequestError | None = None  # why the line is invalid
     number: int | None = None  # rows that were started before; None: not started
+    key: bytes = b""  # its repeats.request_key, once it has prompts
 
     def read_head(self, document: dict[str, Any], columns: Columns) -> RequestError | None:
         """Take id, shape and kept columns from the line. Returns what is wrong with them."""

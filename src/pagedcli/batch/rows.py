@@ -7,6 +7,7 @@ A plain line gives a plain row; an OpenAI batch line gives a row with exactly Op
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import dropwhile
 from typing import Any
 
 import msgspec
@@ -100,7 +101,18 @@ class RowWriter:
         answer = {self.columns.answer: None, "finish_reason": None, "usage": None, "error": what}
         return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **answer})
 
-    def _openai_row(self, row: BatchRow, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+    def encode_reused(self, row: BatchRow, old: bytes) -> bytes:
+        """A good row of an earlier run, with the index, id and copied columns of this one."""
+        fields = msgspec.json.decode(old, type=dict[str, msgspec.Raw])
+        if "response" in fields:
+            key = msgspec.json.decode(fields["id"], type=str).removeprefix("batch_req_").encode()
+            return self._openai_row(
+                row, msgspec.Raw(bytes(fields["response"]).replace(key, self._id(row).encode())), None
+            )
+        answer = dropwhile(lambda field: field[0] not in (self.columns.answer, "outputs"), fields.items())
+        return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **dict(answer)})
+
+    def _openai_row(self, row: BatchRow, response: Any, error: dict[str, Any] | None) -> bytes:
         fields = {"id": f"batch_req_{self._id(row)}", "custom_id": row.id, **row.kept}
         return msgspec.json.encode(fields | {"response": response, "error": error})
 

@@ -40,8 +40,8 @@ class Sink(ABC):
         return self.journal is not None and self.journal.holds(index, line_digest)
 
     @abstractmethod
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        """Take a row."""
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        """Take a row. `key`: its request_key; None: it has failed."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -70,7 +70,7 @@ class StreamSink(Sink):
     def full(self) -> bool:
         return len(self._held) >= _MAX_HELD_ROWS
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         if self._order == "completion":
             self._stream.write(row + b"\n")
             return
@@ -128,8 +128,8 @@ class FileSink(Sink):
         self._order = order
         self._format = rows_format or JsonLines()
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        self.journal.append(index, line_digest, row, ok=ok)
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        self.journal.append(index, line_digest, row, key=key)
 
     def flush(self) -> None:
         self.journal.flush()
@@ -172,6 +172,7 @@ class FileSink(Sink):
                 digest=digest,
                 input=read,
                 fingerprint=decisive,
+                keys=bytes(journal.keys),
             )
             write_record(self.path, record)
 

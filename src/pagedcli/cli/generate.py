@@ -70,6 +70,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         summary_json=options.summary_json,
         record=options.record,
         num_verified=options.verify,
+        reuse=tuple(options.reuse or ()),
         others={} if dump_files is None else dump_files.paths,
     )
     with notifying(options.notify, options.input_name, str(options.output_file or "-")) as ending:
@@ -106,10 +107,10 @@ def _run_job(
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
     if job.output is None:
         raise UsageError("--ray writes a folder of parts: specify it with -o")
-    unsupported = options.dump_kv is not None or options.kv_events is not None
+    unsupported = options.dump_kv is not None or options.kv_events is not None or job.reuse
     if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1) or job.num_verified:
         raise UsageError(
-            "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --shard or --verify"
+            "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --reuse, --shard or --verify"
         )
     run = job.loaded.config.run
     if run.deduplicate:

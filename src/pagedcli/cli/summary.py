@@ -98,6 +98,7 @@ def say_summary(result: BatchResult) -> None:
         say_wrapped(failed)
     rows = f"{_ENDINGS[result.outcome]}{plural(stats.num_finished, 'row')} in {run_text(stats.elapsed_s)}"
     rows += f" ({stats.num_resumed:,} of them from the journal)" if stats.num_resumed else ""
+    rows += f" ({stats.num_reused:,} of them from earlier outputs)" if stats.num_reused else ""
     rows += "" if stats.num_finished_failed else ", none failed"
     if not facts.num_prompt_tokens:
         say_wrapped(f"{rows}.")
@@ -201,6 +202,7 @@ def write_summary(
         "rows_failed": stats.num_finished_failed,
         "rows_resumed": stats.num_resumed,
         "rows_deduplicated": stats.num_deduplicated,
+        "rows_reused": stats.num_reused,
         "error_codes": dict(stats.error_codes),
         "ignored_fields": result.ignored,
         **{figure.key: figure.value for figure in figures(stats)},

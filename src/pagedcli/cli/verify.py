@@ -73,8 +73,7 @@ def verify(
 
     Rows match by id; rows without an id by their index in the input. Where a row differs, the position of the first
     different token is shown with the text on either side of |. More than two files are compared with the first, in one
-    table. Token counts of the prefix cache, ids and times of the
-    run are not compared. Tokens are compared by id where both files have token_ids, otherwise by text.
+    table. Token counts of the prefix cache, ids and times of the run are not compared. Tokens are compared by id where both files have token_ids, otherwise by text.
 
     For rows with scores of continuations it shows how many answers flipped and how far log-probabilities differ. If
     rows have the right answer, or the index of the right continuation, in a column (`target`, or that of --keep), it
@@ -110,21 +109,12 @@ def verify(
     if logits:
         _compare_logits(pairs(rows(a), rows(others[0])), format_)
         return
-    all_found = [_Comparison(tolerance) for _ in others]
-    for path, found in zip(others, all_found, strict=True):
-        for first, second in pairs(rows(a), rows(path)):
-            found.add(first, second)
-    compared = _compared_files(files, all_found)
-    if len(others) > 1:
-        differ = "; ".join(f"{row['file']} {row['answers_differ']:,} of {row['rows']:,}" for row in compared.rows[1:])
-        print_tables([compared], format_, story=[f"Answers that differ from those of {a}: {differ}."])
-    else:
-        tables, story = found.tables(), [found.answer()]
-        if format_ is Format.TABLE and not found.differences:  # the answer has all counts
-            story += tables.pop(0).notes
-        tables += [compared] if found.num_targets and not found.scores.num_rows else []
-        print_tables(tables, format_, facts=found.facts(), story=story)
-    raise typer.Exit(EXIT_DIFFERENT if any(found.differences for found in all_found) else 0)
+    found = [_Comparison(tolerance) for _ in others]
+    for path, each in zip(others, found, strict=True):
+        for both in pairs(rows(a), rows(path)):
+            each.add(*both)
+    _print_comparisons(files, found, format_)
+    raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
 
 
 def _check_files(*paths: Path) -> None:
@@ -149,13 +139,23 @@ class ComparedFile:
     interval: Annotated[Interval | None, "95 %", interval_text] = None
 
 
-def _compared_files(files: list[Path], found: "list[_Comparison]") -> Table:
+def _print_comparisons(files: list[Path], found: "list[_Comparison]", format_: Format) -> None:
+    """One line per file; of two files what differs, too."""
     rows = [ComparedFile(str(files[0]), found[0].num_rows, None, None, *found[0].accuracy(0))]
     for path, each in zip(files[1:], found, strict=True):
         equal = each.num_rows - each.kinds.total()
         rows.append(ComparedFile(str(path), each.num_rows, equal, each.num_other_answers, *each.accuracy(1)))
     columns = "file rows equal answers_differ" + " with_target right interval" * any(row.with_target for row in rows)
-    return table(ComparedFile, "files", "Files", rows, columns)
+    all_files, of_two = table(ComparedFile, "files", "Files", rows, columns), found[0]
+    if len(found) > 1:
+        differ = "; ".join(f"{row.file} {row.answers_differ:,} of {row.rows:,}" for row in rows[1:])
+        print_tables([all_files], format_, story=[f"Answers that differ from those of {files[0]}: {differ}."])
+        return
+    tables, story = of_two.tables(), [of_two.answer()]
+    if format_ is Format.TABLE and not of_two.differences:  # the answer has all counts
+        story += tables.pop(0).notes
+    tables += [all_files] if of_two.num_targets and not of_two.scores.num_rows else []
+    print_tables(tables, format_, facts=of_two.facts(), story=story)
 
 
 def _compare_logits(rows: Iterable[tuple[ComparedRow | None, ComparedRow | None]], format_: Format) -> None:
