@@ -41,39 +41,35 @@ _MEANINGS = {
 }
 
 
+_Outputs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="OUTPUT", help="JSONL (also .gz), CSV or Parquet of generate, or a batch output of OpenAI or vLLM."
+    ),
+]
+_ByOrder = Annotated[bool, typer.Option("--by-order", help="Match rows by position instead of by id.")]
+_TOLERANCE_HELP = "Largest difference of log-probabilities that counts as equal."
+_Tolerance = Annotated[float, typer.Option("--tolerance", metavar="X", min=0, help=_TOLERANCE_HELP)]
+_LOGITS_HELP = "Compare the log-probabilities of the prompts' tokens instead of the outputs."
+_TEXT_HELP, _KEEP_HELP = "Field of plain rows that holds the text.", "Column of the rows with the right answer."
+
+
 def verify(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="OUTPUT", help="JSONL (also .gz), CSV or Parquet of generate, or a batch output of OpenAI or vLLM."
-        ),
-    ],
+    files: _Outputs,
     *,
-    by_order: Annotated[bool, typer.Option("--by-order", help="Match rows by position instead of by id.")] = False,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            "--tolerance", metavar="X", min=0, help="Largest difference of log-probabilities that counts as equal."
-        ),
-    ] = 0.0,
-    logits: Annotated[
-        bool,
-        typer.Option("--logits", help="Compare the log-probabilities of the prompts' tokens instead of the outputs."),
-    ] = False,
-    output_field: Annotated[
-        str, typer.Option("--output-field", metavar="NAME", help="Field of plain rows that holds the text.")
-    ] = "text",
-    keep: Annotated[
-        str,
-        typer.Option("--keep", metavar="NAME", help="Column of the rows with the right answer, for the accuracy."),
-    ] = TARGET,
+    by_order: _ByOrder = False,
+    tolerance: _Tolerance = 0.0,
+    logits: Annotated[bool, typer.Option("--logits", help=_LOGITS_HELP)] = False,
+    output_field: Annotated[str, typer.Option("--output-field", metavar="NAME", help=_TEXT_HELP)] = "text",
+    keep: Annotated[str, typer.Option("--keep", metavar="NAME", help=_KEEP_HELP)] = TARGET,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Compare two or more outputs row by row: tokens, texts, finish reasons, and log-probabilities to the last bit.
 
     Rows match by id; rows without an id by their index in the input. Where a row differs, the position of the first
     different token is shown with the text on either side of |. More than two files are compared with the first, in one
-    table. Token counts of the prefix cache, ids and times of the run are not compared. Tokens are compared by id where both files have token_ids, otherwise by text.
+    table. Token counts of the prefix cache, ids and times of the run are not compared. Tokens are compared by id where
+    both files have token_ids, otherwise by text.
 
     For rows with scores of continuations it shows how many answers flipped and how far log-probabilities differ. If
     rows have the right answer, or the index of the right continuation, in a column (`target`, or that of --keep), it
