@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagedcli import runner
-from pagedcli.batch.columns import Columns, kind_of
+from pagedcli.batch.columns import Columns, kind_of, notes_of
 from pagedcli.batch.compare import RowDifference, RowSample, run_again
 from pagedcli.batch.delimited import CsvLines
 from pagedcli.batch.fingerprint import input_fingerprint, kernel_fingerprint, run_fingerprint, run_key
@@ -132,7 +132,7 @@ class OpenJob:
         self._columns = self._format.row_columns if isinstance(self._format, ParquetRows) else columns
         self._kept = KeptColumns(self.lines, columns, in_rows=self._columns.copies)
         run = job.loaded.config.run
-        self.reuse: Reuse | None = None  # known after open_sink
+        self._reuse: Reuse | None = None  # known after open_sink
         self._repeats: Repeats | None = None
         if run.deduplicate:
             if self.lines.is_live:
@@ -146,6 +146,12 @@ class OpenJob:
         self._read: InputScan | None = None  # the rows up to the limit, if they have been read
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: dict[str, str] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of the input and of earlier outputs, after open_sink."""
+        carried = self._format.carried_as if isinstance(self._format, ParquetRows) else {}
+        return [*self._kept.notes, *notes_of(carried, carried), *([] if self._reuse is None else self._reuse.notes)]
 
     def finished(self) -> RunRecord | None:
         """The record of the run, if it is being resumed and already complete. Raises: UsageError."""
@@ -182,7 +188,7 @@ class OpenJob:
             self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
         if job.reuse:
             settings = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
-            self.reuse = Reuse(job.reuse, settings, to_parquet=isinstance(self._format, ParquetRows))
+            self._reuse = Reuse(job.reuse, settings, to_parquet=isinstance(self._format, ParquetRows))
         self._fingerprint |= input_fingerprint(scans and scans[0])
         order = job.loaded.config.run.order
         if job.output_file is None:
@@ -226,7 +232,7 @@ class OpenJob:
             num_rows=self._num_rows,
             read=self._read,
             repeats=self._repeats,
-            reuse=self.reuse,
+            reuse=self._reuse,
             observe=observe,
             observe_row=observe_answers,
             stop_requested=stop_requested,
@@ -255,6 +261,4 @@ def _row_format(job: Job, lines: LineSource, columns: Columns) -> JsonLines | Cs
         raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
     if run.order == "completion":
         raise UsageError("a Parquet output is in the order of the input", hint="leave out --order completion")
-    table = ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns)
-    table.check()
-    return table
+    return ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns)

@@ -80,6 +80,7 @@ class BatchResult:
     outcome: Outcome
     stats: BatchStats
     ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of lines where it had no effect
+    first_ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of the first one; may lack it
 
 
 def read_ahead(limits: Limits, given: int | None) -> int:
@@ -186,7 +187,7 @@ class BatchRun:
         else:
             self._sink.abandon()
         self._update_time(start_ns)
-        return BatchResult(outcome, self.stats, self._prompts.ignored)
+        return BatchResult(outcome, self.stats, self._prompts.ignored, self._prompts.first_ignored)
 
     def _serve(self, start_ns: int) -> Outcome:
         engine, max_errors = self._engine, self._options.run.max_errors

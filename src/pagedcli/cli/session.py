@@ -67,7 +67,7 @@ def run_job(
     if (record := work.finished()) is not None:
         return _say_complete(job, record)
     sink = work.open_sink(_stdout(job))
-    say_notes([] if work.reuse is None else work.reuse.notes)
+    say_notes(work.notes)
     if sink.journal is not None and sink.journal.num_rows:
         say(f"resuming: {plural(sink.journal.num_rows, 'row')} done")
     with _load_engine(job, sink, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns) as engine:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pagedcli import __version__, answers, views
+from pagedcli.batch.requests import without_effect
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
@@ -159,7 +160,8 @@ def say_odd(result: BatchResult) -> None:
         what = "the tokenizer or the chat template adds one itself, so leave it out of the text"
         say_wrapped(f"note: {plural(num_double, 'prompt')} with two BOS tokens at the start: {what}")
     for name, count in sorted(result.ignored.items()):
-        say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
+        first = f"line {result.first_ignored[name]:,}: " if name in result.first_ignored else ""
+        say_wrapped(f"note: {first}{without_effect(name)} (in {plural(count, 'line')}; --strict refuses it)")
 
 
 def _findings_document(findings: "views.whole_run.Findings") -> dict[str, object]:
