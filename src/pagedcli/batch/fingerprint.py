@@ -114,10 +114,17 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def check_same_run(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raises: UsageError that names every key in which the run that wrote `path` differs from this one. Kernels count
     where both name them: a finished run needs none."""
-    if not (_KERNELS in before and _KERNELS in now):
-        before, now = ({name: each[name] for name in each if name != _KERNELS} for each in (before, now))
-    if found := differences(before, now):
+    if found := settings_that_differ(before, now):
         raise UsageError(f"{path} is of a run with other settings; " + "; ".join(found), hint=HINT_OTHER_RUN)
+
+
+def settings_that_differ(
+    before: Mapping[str, str], now: Mapping[str, str], *, apart_from: frozenset[str] = frozenset()
+) -> list[str]:
+    """See differences."""
+    if not (_KERNELS in before and _KERNELS in now):
+        apart_from |= {_KERNELS}
+    return differences(*({name: each[name] for name in each if name not in apart_from} for each in (before, now)))
 
 
 def run_key(fingerprint: dict[str, str]) -> str:
