@@ -136,6 +136,28 @@ def test_lengths_that_cannot_be_generated_are_refused(lengths):
     assert (result.exit_code, "--lengths" in result.stderr) == (2, True)
 
 
+def test_pages_hold_more_than_reserved_pieces_and_sharing_adds_to_that(tmp_path):
+    common = {"max_tokens": 16, "ignore_eos": True}
+    prompts = [{"prompt": [9] * 40 + [10 + n] * 8, "n": 1 + n % 2, **common} for n in range(6)]
+    lines = [*map(json.dumps, prompts), '{"prompt": "a", "beam_width": 2}']
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    pool = ("--num-kvcache-blocks", "16", "--max-model-len", "128")
+    command = ["bench", "reservation", str(tmp_path / "prompts.jsonl"), *pool]
+    result = CliRunner().invoke(app, [*command, "--format", "json"], catch_exceptions=False)
+    assert result.exit_code == 3, result.stderr
+    document = json.loads(result.stdout)
+    model, own, unshared, paged = document["caches"]
+    # pieces of 8 blocks and of 4, pages of up to 4, and of one or two when two are shared: all nine samples fit
+    assert (model["at_once"], own["at_once"], paged["at_once"]) == (2, 4, 9)
+    assert 4 <= unshared["at_once"] < 9
+    assert [row["external"] for row in (model, own)] == [0, 0]
+    assert model["internal"] == pytest.approx(1 - 63 / 128), "48 tokens and 15 of 16"
+    assert own["internal"] == pytest.approx(1 / 64)
+    for row in (model, own, unshared):
+        assert sum(row[name] for name in ("tokens", "reserved", "internal", "external")) == pytest.approx(1)
+    assert document["left_out"] == ["line 7: scores and beam search are not compared"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 def test_a_model_with_a_small_vocabulary_can_be_measured(tmp_path):

@@ -12,7 +12,11 @@ import numpy as np
 import typer
 
 from pagedcli import runner
+from pagedcli.answers.survey import prompt_model
+from pagedcli.batch.prompts import open_prompts
 from pagedcli.bench.cache_effect import MOST_PASSES, MOST_S, CacheRow, compare_cache, said_of
+from pagedcli.bench.reservation import PUBLISHED, SOURCE, ReservationRow, comparable, compare_caches
+from pagedcli.bench.reservation import said_of as said_of_caches
 from pagedcli.bench.spread import FigureChange, compared_rows, read_earlier
 from pagedcli.bench.throughput import (
     Run,
@@ -26,10 +30,12 @@ from pagedcli.bench.throughput import (
     workload_config,
 )
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
-from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import MEASURED_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
-from pagedcli.errors import UsageError
-from pagedcli.printable import duration_text
+from pagedcli.core.budget import blocks_for
+from pagedcli.errors import EXIT_BAD_ROWS, UsageError
+from pagedcli.models.lengths import resolve_max_model_len
+from pagedcli.printable import duration_text, plural
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
@@ -70,6 +76,9 @@ OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
 _REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES}, within a minute."
 _PASSES_HELP = f"Number of passes over all lengths. Default: up to {MOST_PASSES}, within {MOST_S:.0f} s."
+_MODEL_LENGTHS = 4  # that the pool of `bench reservation` has room for, by default
+_NOT_COMPARED = {"engine.speculation", "engine.enable_prefix_caching", "engine.eviction", "engine.checkpoints"}
+_NOT_COMPARED |= {"engine.num_state_slots", "engine.preemption_policy"}
 _COMPARE_HELP = "Compare with an earlier measurement, saved with --format json."
 
 
@@ -108,9 +117,11 @@ def throughput(
       pagedcli bench --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
       pagedcli bench --num-prompts 1 --output-len 64
       pagedcli bench -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
+      pagedcli bench cache                         (one request with and without a KV cache)
+      pagedcli bench reservation prompts.jsonl     (a cache that reserves, and one with pages)
 
     Exit codes: 0 measured, 2 wrong usage.
-    """
+    """  # fmt: skip
     if context.invoked_subcommand is not None:
         return
 
@@ -199,6 +210,60 @@ def _curve(rows: Sequence[CacheRow]) -> list[str]:
 
     curves = {":": tpot_ms(1), "#": tpot_ms(0)}
     return curve_lines(curves, lengths[0], lengths[-1], unit="ms", label=lambda length: f"{length:,.0f} tokens")
+
+
+@bench.command()
+@config_flags(*(key for key in MEASURED_KEYS if key not in _NOT_COMPARED), *PROMPT_KEYS)
+def reservation(
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz); - reads stdin.")],
+    *,
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    flags: Flags,
+) -> None:
+    """Serve a file from a KV cache that reserves, and from one with pages.
+
+    Reserving gives each request its maximum length in advance, as one contiguous piece of the same pool: the model's
+    length, or its prompt and max_tokens. Waste is reserved (for tokens that come later), internal (for tokens that
+    never come) and external (free, but in no piece that is large enough). The pool has room for four requests of the
+    model's length, unless its size is given.
+
+    \b
+    Examples:
+      pagedcli bench reservation prompts.jsonl
+      pagedcli bench reservation prompts.jsonl --num-kvcache-blocks 200 --max-model-len 1024 --limit 100
+
+    Exit codes: 0 success, 2 wrong usage or configuration, 3 some lines are bad.
+    """
+    loaded = load_config(config, flags)
+    spec = prompt_model(loaded, None)[1]
+    changed, own = loaded.config.engine, {"engine.num_kvcache_blocks", "engine.kv_cache_memory"}
+    if spec is not None and not own & set(loaded.sources):
+        most = resolve_max_model_len(changed, spec)
+        num_blocks = _MODEL_LENGTHS * blocks_for(most, changed.block_size)
+        changed = msgspec.structs.replace(changed, num_kvcache_blocks=num_blocks, max_model_len=most)
+    progress = BenchProgress("reserved and paged")
+    with runner.LLMEngine(changed) as engine:
+        limits = engine.limits
+        if limits.has_states or limits.tables.num_groups > 1:
+            raise UsageError("a piece of the cache holds all layers alike, and those of this model differ")
+        if blocks_for(limits.max_model_len, limits.block_size) > engine.plan.num_blocks:
+            raise UsageError(
+                f"the pool has no room for the model's {limits.max_model_len:,} tokens",
+                hint="lower --max-model-len, or raise --num-kvcache-blocks",
+            )
+        opened = open_prompts(loaded, prompts, engine.model_path, limits)
+        found, left_out = comparable(opened)
+        generate(engine, [found[0][0].token_ids], [2])  # warm-up
+        rows = compare_caches(engine, found, opened.tokenizer, on_progress=progress)
+    progress.close()
+    pool = f"{plural(engine.plan.num_blocks, 'block')} of {plural(limits.block_size, 'token')}"
+    notes = [SOURCE, *([f"{plural(len(left_out), 'row')} left out, {left_out[0]}"] if left_out else [])]
+    shown = table(ReservationRow, "caches", f"{plural(len(found), 'prompt')} in {pool}", rows, notes=notes)
+    facts = {"num_blocks": engine.plan.num_blocks, "published_tokens": PUBLISHED, "left_out": left_out}
+    print_tables([shown], format_, facts=facts, story=[said_of_caches(rows)])
+    if left_out:
+        raise typer.Exit(EXIT_BAD_ROWS)
 
 
 _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roughly
