@@ -163,13 +163,10 @@ def test_a_piece_is_the_first_that_is_long_enough_and_free_blocks_in_smaller_one
     assert [seq.block_table for seq in (a, b, c)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     manager.deallocate(b)
     manager.check([a, c])
-    long, short = make_seq(range(8), 3), make_seq([1], 4)
-    sizes = ReservedBlocks.num_prefill_blocks
     manager._longest = lambda seq: 2 * len(seq.token_ids)
-    assert manager.num_free_blocks == 4
-    assert sizes(manager, make_seq([1, 2, 3, 4]), manager.lookup(long), 99) > 10, "3 and 1 are free, not 4 in one piece"
-    assert sizes(manager, make_seq([1, 2, 3]), manager.lookup(short), 99) == 3
-    prefill(manager, short)
+    sizes = [manager.num_prefill_blocks(make_seq([1] * num), manager.lookup(a), 99) for num in (1, 3, 4)]
+    assert sizes == [1, 3, 11], "3 and 1 are free, but not 4 in one piece"
+    prefill(manager, short := make_seq([1], 4))
     assert short.block_table == [3]
     manager.may_append(a, 3)
     assert (a.block_table, a.num_writable_tokens) == ([0, 1, 2], 6), "it grows into what it has"

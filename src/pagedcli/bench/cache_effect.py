@@ -33,13 +33,7 @@ class CacheRow:
     gflop: Annotated[float, "GFLOP", "{:,.1f}".format]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """The times of the tokens, in seconds: the first one, the mean of the others, all."""
-
-    ttft_s: float
-    tpot_s: float
-    total_s: float
+_Times = tuple[float, float, float]  # in seconds: of the first token, the mean of the later ones, of all
 
 
 def compare_cache(
@@ -51,11 +45,10 @@ def compare_cache(
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[list[CacheRow], bool]:
     """Two rows for each prompt, with and without the cache, and whether both gave the same tokens. Prefix caching must
-    be off. `num_tokens` to generate, at least 2. `repeat`: passes; None: see MOST_PASSES.
-    """
+    be off. `num_tokens` to generate, at least 2. `repeat`: passes; None: see MOST_PASSES."""
     assert not engine.config.enable_prefix_caching, "prefix caching would defeat the comparison"
     work = sum(map(len, prompts)) * num_tokens  # tokens of a pass, nearly
-    passes: list[list[tuple[_Pass, _Pass]]] = []
+    passes: list[list[tuple[_Times, _Times]]] = []  # with and without, by pass and prompt
     num_passes, num_done, started_s, same = repeat or MOST_PASSES, 0, time.perf_counter(), True
     while len(passes) < num_passes:
         passes.append([])
@@ -69,8 +62,8 @@ def compare_cache(
                 num_done += len(prompt)
                 on_progress(num_done / (work * num_passes))
             same = same and text[len(prompt) :] == whole.token_ids[0]
-            cached = _Pass(whole.ttft_s, whole.tpot_s or 0.0, whole.wall_s)
-            passes[-1].append((cached, _Pass(times[0], statistics.mean(times[1:]), sum(times))))
+            cached = whole.ttft_s, whole.tpot_s or 0.0, whole.wall_s
+            passes[-1].append((cached, (times[0], statistics.mean(times[1:]), sum(times))))
         if repeat is None:
             pass_s = (time.perf_counter() - started_s) / len(passes)
             num_passes = max(len(passes), min(MOST_PASSES, int(MOST_S / pass_s)))
@@ -79,7 +72,7 @@ def compare_cache(
 
 
 def _rows(
-    engine: "runner.LLMEngine", num_prompt: int, num_tokens: int, found: Sequence[tuple[_Pass, _Pass]]
+    engine: "runner.LLMEngine", num_prompt: int, num_tokens: int, found: Sequence[tuple[_Times, _Times]]
 ) -> list[CacheRow]:
     """The rows of a prompt. Without a cache each token is the first one after a longer prompt."""
     decision, one_per_s = engine.decision, Roofline(inf, 1.0)  # with which seconds are FLOPs
@@ -90,9 +83,8 @@ def _rows(
     once = prompt + sum(floor.seconds([(end - 1, 1)], 1) for end in ends[1:])
     rows = []
     for place, (way, num_computed, flops) in enumerate((("with", ends[-1], once), ("without", sum(ends), again))):
-        passes = [each[place] for each in found]
-        ttft, tpot, total = ([getattr(each, name) for each in passes] for name in _Pass.__slots__)
-        formula_s = statistics.mean(each.ttft_s for each, _ in found) * again / prompt if place else None
+        ttft, tpot, total = zip(*(each[place] for each in found), strict=True)
+        formula_s = statistics.mean(cached[0] for cached, _ in found) * again / prompt if place else None
         means = (*_mean(ttft, 1e3), *_mean(tpot, 1e3), *_mean(total, 1.0))
         rows.append(CacheRow(ends[-1] + 1, way, *means, formula_s, num_computed, flops / 1e9))
     return rows
@@ -105,16 +97,13 @@ def _mean(values: Sequence[float], unit: float) -> tuple[float, float | None]:
 
 def said_of(rows: Sequence[CacheRow], num_tokens: int) -> str:
     """What the cache saves, in a sentence."""
-    pairs = list(zip(rows[::2], rows[1::2], strict=True))[::-1]
-    (cached, without), *shorter = pairs
-    times = [f"{slow.total_s / fast.total_s:.1f}" for fast, slow in pairs]
-    others = ", ".join(f"{each} up to {fast.length:,}" for each, (fast, _) in zip(times[1:], shorter, strict=True))
-    return (
-        f"Without a KV cache the last {num_tokens} of {cached.length:,} tokens take {times[0]} times as long:"
-        f" {_seconds(without)} instead of {_seconds(cached)}{'; ' if others else ''}{others}."
+    (cached, without), *shorter = list(zip(rows[::2], rows[1::2], strict=True))[::-1]
+    others = "".join(f", {slow.total_s / fast.total_s:.1f} up to {fast.length:,}" for fast, slow in shorter)
+    instead, long = (
+        f"{row.total_s:.3g}{'' if row.total_deviation_s is None else f' +- {row.total_deviation_s:.2g}'} s"
+        for row in (cached, without)
     )
-
-
-def _seconds(row: CacheRow) -> str:
-    doubt = "" if row.total_deviation_s is None else f" +- {row.total_deviation_s:.2g}"
-    return f"{row.total_s:.3g}{doubt} s"
+    return (
+        f"Without a KV cache the last {num_tokens} of {cached.length:,} tokens take"
+        f" {without.total_s / cached.total_s:.1f} times as long ({long} instead of {instead}){others}."
+    )

@@ -1,42 +1,42 @@
 """The same requests through the same engine in four KV caches: contiguous pieces reserved for the model's length or for
 each request's own limit, pages without sharing, and pages."""
 
-import time
+import io
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
-
-import msgspec
+from typing import Annotated, cast
 
 from pagedcli import runner
-from pagedcli.batch.grammar import Grammars
-from pagedcli.batch.prompts import Prompts
-from pagedcli.batch.requests import RowPrompt
-from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
+from pagedcli.batch.lines import Line
+from pagedcli.batch.prompts import BatchOptions, open_tokenizer
+from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.run import BatchRun
+from pagedcli.batch.sinks import StreamSink
+from pagedcli.batch.stats import BatchStats
 from pagedcli.core.cache import Cache, make_cache
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
-from pagedcli.core.reservation import reserving_cache
+from pagedcli.core.reservation import reserving_cache, unshared_cache
 from pagedcli.core.sequence import Sequence
 from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit
 from pagedcli.records import Share, count
+from pagedcli.sampling_params import SamplingParams
 
 PUBLISHED = {"reserved": [0.204, 0.382], "paged": 0.963}  # shares of the cache that hold tokens
 SOURCE = (
     "Published (Kwon et al. 2023, figure 2): 20.4 to 38.2 % of the KV cache held tokens where systems reserved the"
     " longest text, 96.3 % in vLLM."
 )
-_PAGED = "paged"
 _CACHES: dict[str, Callable[[int, Limits, Emit | None], Cache]] = {
     "reserved: model's length": partial(reserving_cache, of_model=True),
     "reserved: own limit": partial(reserving_cache, of_model=False),
-    "paged, nothing shared": make_cache,
-    _PAGED: make_cache,
+    "paged, nothing shared": unshared_cache,
+    "paged": make_cache,
 }
 _FOR_BLOCKS = ("free_blocks", "preemption")  # what the first in the queue waits for
 _SHARES = 1.05  # times: less is not said to be due to sharing
@@ -99,82 +99,51 @@ class _Watch:
         return sum(max(0, num_slots - end) * steps for end, slots in each for num_slots, steps in slots.items())
 
 
-def comparable(prompts: Prompts) -> tuple[list[tuple[RowPrompt, str | None]], list[str]]:
-    """The prompts of a file, each with its cache_salt, and why others are left out. Raises: UsageError if all are."""
-    found, left_out = list[tuple[RowPrompt, str | None]](), list[str]()
-    for row, refused in prompts.admitted():
-        if isinstance(refused, RequestError):
-            left_out.append(f"line {row.line.number}: {refused.message}")
-        elif any(prompt.scored is not None or prompt.params.beam_width for prompt in row.prompts):
-            left_out.append(f"line {row.line.number}: scores and beam search are not compared")
-        else:
-            found += [(prompt, row.cache_salt) for prompt in row.prompts]
-    if not found:
-        raise UsageError(f"there is no prompt to serve; {left_out[0] if left_out else 'the input is empty'}")
-    return found, left_out
+class _Core(EngineCore):
+    """An engine over the executor of another, with a cache of its own."""
+
+    def __init__(self, engine: "runner.LLMEngine", num_blocks: int, kv_cache: str) -> None:
+        limits = replace(engine.limits, num_blocks=num_blocks)
+        super().__init__(replace(engine.plan, limits=limits), engine.executor, make_cache=_CACHES[kv_cache])
+        self.spec = engine.spec
+
+    def _admitted(
+        self, request_id: str, prompt: Items[int], params: SamplingParams, continuations: Items[Items[int]] | None
+    ) -> int:
+        if params.beam_width is not None or continuations is not None:
+            raise RequestError("unsupported_parameter", "beams and continuations always share blocks: not compared")
+        return super()._admitted(request_id, prompt, params, continuations)
 
 
 def compare_caches(
     engine: "runner.LLMEngine",
-    prompts: Items[tuple[RowPrompt, str | None]],
-    tokenizer: Tokenizer,
+    num_blocks: int,
+    lines: Items[Line],
+    options: BatchOptions,
     *,
     on_progress: Callable[[float], None] = lambda share: None,
-) -> list[ReservationRow]:
-    """Serve the prompts, each with its cache_salt, with each kind of cache. Where nothing is shared samples of a prompt
-    are requests of their own."""
-    rows = []
-    for place, kv_cache in enumerate(_CACHES):
-        limits = replace(engine.limits, enable_prefix_caching=kv_cache == _PAGED)
-        core = EngineCore(replace(engine.plan, limits=limits), engine.executor, make_cache=_CACHES[kv_cache])
-        watch, num_samples = _Watch(core), _add(core, engine, prompts, tokenizer, forks=kv_cache == _PAGED)
-        started_s, num_done = time.perf_counter(), 0
-        while core.has_unfinished_requests():
-            num_done += sum(len(output.samples) for output in core.step())
-            on_progress((place + num_done / num_samples) / len(_CACHES))
-        wall_s, slots = time.perf_counter() - started_s, watch.num_steps * core.plan.num_blocks * limits.block_size
-        rows.append(
-            ReservationRow(
-                kv_cache=kv_cache,
-                at_once=watch.num_running / watch.num_steps if watch.waits else watch.most,
-                most=watch.most,
-                tokens=(watch.num_held - watch.num_unfilled) / slots,
-                reserved=(watch.num_unfilled - watch.num_never) / slots,
-                internal=watch.num_never / slots,
-                external=watch.num_free / slots,
-                tokens_per_s=core.stats.num_generated_tokens / wall_s,
-                preemptions=core.stats.num_preemptions,
-                wall_s=wall_s,
-            )
-        )
-    return rows
+) -> tuple[list[ReservationRow], BatchStats]:
+    """Serve the lines of a file with each kind of cache. Returns a row for each, and the counts of the last run."""
+    tokenizer, rows = open_tokenizer(options.config, engine.model_path), list[ReservationRow]()
+    writer = RowWriter(tokenizer, engine.config.model, "bench", 0)
+    for kv_cache in _CACHES:
+        core = _Core(engine, num_blocks, kv_cache)
+        watch, sink = _Watch(core), StreamSink(io.BytesIO(), order="completion")
 
+        def observe(stats: BatchStats) -> None:
+            on_progress((len(rows) + stats.num_done / len(lines)) / len(_CACHES))
 
-def _add(
-    core: EngineCore,
-    engine: "runner.LLMEngine",
-    prompts: Items[tuple[RowPrompt, str | None]],
-    tokenizer: Tokenizer,
-    *,
-    forks: bool,
-) -> int:
-    """Queue the prompts. Returns how many samples will be generated."""
-    spec = engine.spec
-    grammars = Grammars(tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
-    for number, (prompt, salt) in enumerate(prompts):
-        params, ids = prompt.params, prompt.token_ids
-        num_requests = 1 if forks else params.n
-        params = params if forks or params.n == 1 else msgspec.structs.replace(params, n=1, seed=None)
-        for place in range(num_requests):
-            core.add_request(
-                f"{number}/{place}",
-                ids,
-                params,
-                cache_salt=salt,
-                make_stop_checker=StopCheckers(tokenizer, ids, params) if params.stop_strings else None,
-                make_guide=grammars.guides(params),
-            )
-    return sum(prompt.params.n for prompt, _ in prompts)
+        run = BatchRun(cast("runner.LLMEngine", core), tokenizer, lines, sink, writer, options, observe=observe)
+        stats = run.run().stats
+        if stats.num_failed == stats.num_done:
+            raise UsageError(f"there is no prompt to serve: {stats.first_failed or 'the input is empty'}")
+        slots, facts = watch.num_steps * num_blocks * engine.limits.block_size, stats.facts
+        held = (watch.num_held - watch.num_unfilled, watch.num_unfilled - watch.num_never, watch.num_never)
+        tokens, reserved, internal, external = (each / slots for each in (*held, watch.num_free))
+        at_once = watch.num_running / watch.num_steps if watch.waits else watch.most
+        speed = facts.num_generated_tokens / stats.elapsed_s, facts.num_preemptions, stats.elapsed_s
+        rows.append(ReservationRow(kv_cache, at_once, watch.most, tokens, reserved, internal, external, *speed))
+    return rows, stats
 
 
 def said_of(rows: Items[ReservationRow]) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 import typer
 
 from pagedcli import runner
-from pagedcli.answers.survey import prompt_model
-from pagedcli.batch.prompts import open_prompts
+from pagedcli.batch.columns import Columns
+from pagedcli.batch.prompts import batch_options, open_source
 from pagedcli.bench.cache_effect import MOST_PASSES, MOST_S, CacheRow, compare_cache, said_of
-from pagedcli.bench.reservation import PUBLISHED, SOURCE, ReservationRow, comparable, compare_caches
+from pagedcli.bench.reservation import PUBLISHED, SOURCE, ReservationRow, compare_caches
 from pagedcli.bench.reservation import said_of as said_of_caches
 from pagedcli.bench.spread import FigureChange, compared_rows, read_earlier
 from pagedcli.bench.throughput import (
@@ -34,7 +34,6 @@ from pagedcli.cli.options import MEASURED_KEYS, PROMPT_KEYS, ConfigFile, Flags, 
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.core.budget import blocks_for
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
-from pagedcli.models.lengths import resolve_max_model_len
 from pagedcli.printable import duration_text, plural
 from pagedcli.show.curve import curve_lines
 from pagedcli.show.tables import Format, print_tables, table
@@ -236,33 +235,27 @@ def reservation(
     Exit codes: 0 success, 2 wrong usage or configuration, 3 some lines are bad.
     """
     loaded = load_config(config, flags)
-    spec = prompt_model(loaded, None)[1]
-    changed, own = loaded.config.engine, {"engine.num_kvcache_blocks", "engine.kv_cache_memory"}
-    if spec is not None and not own & set(loaded.sources):
-        most = resolve_max_model_len(changed, spec)
-        num_blocks = _MODEL_LENGTHS * blocks_for(most, changed.block_size)
-        changed = msgspec.structs.replace(changed, num_kvcache_blocks=num_blocks, max_model_len=most)
     progress = BenchProgress("reserved and paged")
-    with runner.LLMEngine(changed) as engine:
-        limits = engine.limits
+    with runner.LLMEngine(loaded.config.engine) as engine:
+        limits, num_blocks = engine.limits, engine.plan.num_blocks
         if limits.has_states or limits.tables.num_groups > 1:
             raise UsageError("a piece of the cache holds all layers alike, and those of this model differ")
-        if blocks_for(limits.max_model_len, limits.block_size) > engine.plan.num_blocks:
-            raise UsageError(
-                f"the pool has no room for the model's {limits.max_model_len:,} tokens",
-                hint="lower --max-model-len, or raise --num-kvcache-blocks",
-            )
-        opened = open_prompts(loaded, prompts, engine.model_path, limits)
-        found, left_out = comparable(opened)
-        generate(engine, [found[0][0].token_ids], [2])  # warm-up
-        rows = compare_caches(engine, found, opened.tokenizer, on_progress=progress)
+        if not {"engine.num_kvcache_blocks", "engine.kv_cache_memory"} & set(loaded.sources):
+            num_blocks = min(num_blocks, _MODEL_LENGTHS * blocks_for(limits.max_model_len, limits.block_size))
+        options = batch_options(loaded, Columns.of(loaded.config.run))
+        generate(engine, [[0]], [2])  # warm-up
+        lines = list(open_source(prompts, options.columns))
+        rows, stats = compare_caches(engine, num_blocks, lines, options, on_progress=progress)
     progress.close()
-    pool = f"{plural(engine.plan.num_blocks, 'block')} of {plural(limits.block_size, 'token')}"
-    notes = [SOURCE, *([f"{plural(len(left_out), 'row')} left out, {left_out[0]}"] if left_out else [])]
-    shown = table(ReservationRow, "caches", f"{plural(len(found), 'prompt')} in {pool}", rows, notes=notes)
-    facts = {"num_blocks": engine.plan.num_blocks, "published_tokens": PUBLISHED, "left_out": left_out}
+    pool = f"{plural(num_blocks, 'block')} of {plural(limits.block_size, 'token')}"
+    failed = [
+        f"{plural(stats.num_failed, 'row')} left out; line {number}: {why}" for number, why in stats.first_failed[:1]
+    ]
+    title = f"{plural(stats.num_done - stats.num_failed, 'row')} in {pool}"
+    shown = table(ReservationRow, "caches", title, rows, notes=[*failed, SOURCE])
+    facts = {"num_blocks": num_blocks, "published_tokens": PUBLISHED, "num_failed": stats.num_failed}
     print_tables([shown], format_, facts=facts, story=[said_of_caches(rows)])
-    if left_out:
+    if stats.num_failed:
         raise typer.Exit(EXIT_BAD_ROWS)
 
 
