@@ -110,11 +110,9 @@ def throughput(
 
     \b
     Examples:
-      pagedcli bench --preset W1
       pagedcli bench --preset W1 --preset W5 --format json > before.json
       pagedcli bench --preset W1 --preset W5 --compare before.json
       pagedcli bench --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
-      pagedcli bench --num-prompts 1 --output-len 64
       pagedcli bench -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
       pagedcli bench cache                         (one request with and without a KV cache)
       pagedcli bench reservation prompts.jsonl     (a cache that reserves, and one with pages)
