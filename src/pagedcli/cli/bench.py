@@ -218,7 +218,7 @@ def reservation(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Serve a file from a KV cache that reserves, and from one with pages.
+    """Compare a KV cache that reserves with a paged one on a file of prompts.
 
     Reserving gives each request its maximum length in advance, as one contiguous piece of the same pool: the model's
     length, or its prompt and max_tokens. Waste is reserved (for tokens that come later), internal (for tokens that
