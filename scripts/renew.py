@@ -137,7 +137,7 @@ def models() -> Files:
 # ---------------------------------------------------------------------- docs/learn
 
 INDEX: dict[Language, str] = {"en": """\
-# How a paged KV cache works, in eight lessons
+# How a paged KV cache works, in eleven lessons
 
 `pagedcli learn` teaches these lessons in a terminal: it asks for a prediction, runs the command, shows the block pool,
 and the trace of the run says whether you were right. Nothing is downloaded. Here they are to be read; all commands can
@@ -145,7 +145,7 @@ be run as they stand, in a folder with the file that is shown. `pagedcli learn 3
 [draws the pool](../look-inside.md#pictures-of-a-run).
 
 """, "zh": """\
-# 分页 KV 缓存的工作原理：八节课
+# 分页 KV 缓存的工作原理：十一节课
 
 `pagedcli learn --lang zh` 在终端里讲授这些课程：先请你预测，再运行命令、显示块池，然后由这次运行的 trace \
 告诉你预测得对不对。不需要下载任何东西。这里是可供阅读的版本；把文中的文件放进一个文件夹，所有命令都可以原样运行。\
@@ -158,6 +158,11 @@ LEARN: dict[Language, Path] = {"en": DOCS / "learn", "zh": DOCS / "zh" / "learn"
 def index(lang: Language) -> str:
     """The page that lists the lessons."""
     return INDEX[lang] + "".join(f"{each.number}. [{each.title}]({each.name})\n" for each in lessons(lang))
+
+
+def without_printed(page: str) -> str:
+    """The page of a lesson without what its commands print, which differs from machine to machine."""
+    return re.sub(r"(?<=```\n\n)```text\n.*?```\n", "", page, flags=re.DOTALL)
 
 
 def _page(lesson: Lesson) -> str:
@@ -246,7 +251,7 @@ WRITTEN: dict[str, Callable[[], Files]] = {
 def main(arguments: list[str]) -> None:
     for name in [each for each in arguments if each != "--write"] or WRITTEN:
         for file, content in WRITTEN[name]():
-            is_new = not file.exists() or file.read_text(encoding="utf-8") != content
+            is_new = not file.exists() or without_printed(file.read_text(encoding="utf-8")) != without_printed(content)
             if is_new and "--write" in arguments:
                 file.write_text(content, encoding="utf-8")
             state = ("renewed" if "--write" in arguments else "out of date") if is_new else "up to date"

@@ -1,16 +1,18 @@
 """The block pool: invariants under random use, proof of hits, eviction order, hashes, speed of growth."""
 
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
 import xxhash
-from harness.core import CollidingPoolMachine, PoolMachine, make_seq, prefill
+from harness.core import CollidingPoolMachine, PoolMachine, Simulation, make_seq, prefill
 from hypothesis import settings
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.prefix_lookup import PrefixHit
 from pagedcli.core.prefixes import Prefix, compute_hash, hash_block, token_bytes
+from pagedcli.core.reservation import ReservedBlocks, reserving_cache
 
 
 def test_hash_is_xxh64_of_parent_and_int64_tokens():
@@ -225,3 +227,41 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCollidingPool = CollidingPoolMachine.TestCase
 TestCollidingPool.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+# ---------------------------------------------------------------------- contiguous reservation
+
+
+def test_a_piece_is_the_first_that_is_long_enough_and_free_blocks_in_smaller_ones_are_no_use():
+    manager = ReservedBlocks(10, 2, longest=lambda seq: 6)  # three blocks for each
+    a, b, c = (make_seq([1, 2, 3], number) for number in range(3))
+    for seq in (a, b, c):
+        prefill(manager, seq)
+    assert [seq.block_table for seq in (a, b, c)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    manager.deallocate(b)
+    manager.check([a, c])
+    manager._longest = lambda seq: 2 * len(seq.token_ids)
+    sizes = [manager.num_prefill_blocks(make_seq([1] * num), manager.lookup(a), 99) for num in (1, 3, 4)]
+    assert sizes == [1, 3, 11], "3 and 1 are free, but not 4 in one piece"
+    prefill(manager, short := make_seq([1], 4))
+    assert short.block_table == [3]
+    manager.may_append(a, 3)
+    assert (a.block_table, a.num_writable_tokens) == ([0, 1, 2], 6), "it grows into what it has"
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_reserving_changes_who_runs_and_not_the_tokens(of_model):
+    def tokens(**options):
+        sim = Simulation(12, max_model_len=16, max_num_seqs=4, **options)
+        seqs = [sim.add(range(1, 2 + number % 5), max_new_tokens=3 + number % 4) for number in range(9)]
+        most = 0
+        while sim.has_unfinished_requests():
+            sim.step()
+            most = max(most, len(sim.scheduler.running))
+        assert sim.block_manager.num_free_blocks == 12
+        return [seq.token_ids for seq in seqs], most, sim.stats.num_preemptions
+
+    paged, reserved = tokens(), tokens(make_cache=partial(reserving_cache, of_model=of_model))
+    assert reserved[0] == paged[0]
+    assert reserved[1:] == ((1, 0) if of_model else (3, 0)), "one piece of 8 blocks fits into 12, and three of 2 to 5"
+    assert paged[1] == 4

@@ -45,7 +45,7 @@ COMMANDS = {
     "doctor": ("This machine", "Check what this machine supports, and test it."),
     "bench": ("This machine", "Measure speed and compare it with the machine's limits."),
     "store": ("This machine", "Manage the prefix cache on disk (--prefix-store)."),
-    "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
+    "learn": ("Learn", "Learn how a paged KV cache works, in eleven lessons."),
 }
 # old names of commands, for one version -> what stands for them
 RENAMED = {"replay": ("trace",), "report": ("explain", "-o", "report.html")}

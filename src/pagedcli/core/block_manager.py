@@ -20,6 +20,8 @@ class BlockManager(PrefixLookup):
     collisions.
     """
 
+    may_fork = True  # whether samples share the blocks of their prompt
+
     def __init__(
         self,
         num_blocks: int,
