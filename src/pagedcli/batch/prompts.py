@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.batch.columns import SCORES, Columns, collision, names_of
+from pagedcli.batch.columns import SCORES, Columns, names_of
 from pagedcli.batch.decisions import ANSWERS, Asked, option_tokens
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
 from pagedcli.batch.grammar import Grammars, check_grammar
@@ -64,6 +64,7 @@ class KeptColumns:
         self._in_rows = in_rows
         self._names = set(known or ())
         self._is_looking = columns.copies
+        self.notes: list[str] = []  # about columns that have another name in the rows
         if columns.copies and self._names:
             self.check()
 
@@ -78,7 +79,7 @@ class KeptColumns:
         self._is_looking = False
         self._columns.check_found(self._names)
         if self._in_rows and self._columns.copies:
-            self._columns.check_free(self._names)
+            self.notes = self._columns.renamed(self._names)
 
 
 class FolderSource(LineSource):
@@ -214,6 +215,11 @@ class Prompts:
     def ignored(self) -> dict[str, int]:
         """Fields without effect -> lines."""
         return dict(self._parser.ignored)
+
+    @property
+    def first_ignored(self) -> dict[str, int]:
+        """Fields without effect -> number of the first line."""
+        return self._parser.first_lines
 
     def __iter__(self) -> Iterator[BatchRow | None]:
         """None: no line has come yet. Raises: PagedcliError."""
@@ -352,7 +358,7 @@ class Prompts:
             names = (name for each in questions for name in each.columns if columns.kind != "jsonl")
             adds, others = frozenset((ANSWERS, *names)), others | (columns.reserved - columns.decided)
         if taken := sorted(adds & others):
-            raise RequestError("reserved_column", collision(taken[0]))
+            raise RequestError("reserved_column", f"the column {taken[0]!r} cannot be kept in a row with scores")
 
     def _with_tokens(self, rows: list[BatchRow]) -> Iterator[BatchRow]:
         """The rows with the tokens of their texts, or with the error of one that cannot be tokenized."""
@@ -389,6 +395,7 @@ class Prompts:
             room = room_for(limits, len(prompt.token_ids), params.beam_width or 1)
             if max(params.min_tokens, 1) <= room < params.max_tokens:
                 changes["max_tokens"] = room
+        prompt.lowers_max_tokens = "max_tokens" in changes
         params = copy.copy(params) if changes else params
         for name, value in changes.items():  # they are in range: checking all fields again takes as long as parsing
             msgspec.structs.force_setattr(params, name, value)
