@@ -7,6 +7,8 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -295,3 +297,15 @@ def test_no_python_child_takes_modules_from_the_folder_that_it_runs_in():
     ]
     assert len(flags) >= 4
     assert set(flags) == {'"-P"'}
+
+
+def test_the_picture_of_a_requests_path_names_what_files_hand_on():
+    """Each name in docs/pictures/path.svg is used in the file that hands it on and in the one that takes it."""
+    renew = import_module("renew")
+    steps = [(a, name, b) for chain in renew.PATHS for (a, _, name), (b, *_) in pairwise(chain)]
+    steps += [(file, name, renew.PATHS[chain][0][0]) for file, name, chain in renew.BRANCHES]
+    for giver, name, taker in steps:
+        for file in (giver, taker):
+            nodes = list(ast.walk(parsed(SRC / file)))
+            used = {getattr(node, key, None) for node in nodes for key in ("id", "attr", "name")}
+            assert name in used, f"{file} does not use {name}"

@@ -3,8 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
+from collections import Counter
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,12 @@ from conftest import forget_library
 from harness.engine import comparable_rows, is_complete
 
 from pagedcli.batch.job import Job
-from pagedcli.batch.journal import journal_path
+from pagedcli.batch.journal import journal_path, record_path
+from pagedcli.batch.rows import reasons_of
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
 from pagedcli.errors import UsageError
+from pagedcli.events import PrefixLookedUp, RequestFinished
 
 FLAGS = {
     "sampling.max_tokens": 12,
@@ -42,7 +48,8 @@ def lines():
 
 
 def job(folder: Path, *, resume: bool) -> Job:
-    return Job(load_config(None, FLAGS), str(folder / "in.jsonl"), folder / "out.jsonl", resume=resume)
+    reuse = tuple(folder.glob("old.jsonl"))
+    return Job(load_config(None, FLAGS), str(folder / "in.jsonl"), folder / "out.jsonl", resume=resume, reuse=reuse)
 
 
 def run_in_child(folder: Path, resume: bool) -> None:
@@ -110,12 +117,14 @@ def check_kills(uninterrupted, processes, tmp_path, *, seed, num_kills):
     return kills
 
 
-def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run):
+def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run, old=()):
     """Runs until so many were killed; some are done before the kill."""
     total = 0
     for seed in range(20 * num_kills):
         folder = tmp_path / str(seed)
         folder.mkdir()
+        for path in old:
+            shutil.copy(path, folder)
         total += check_kills(uninterrupted, processes, folder, seed=seed, num_kills=per_run)
         if total >= num_kills:
             return
@@ -125,6 +134,14 @@ def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run):
 @pytest.mark.long
 def test_a_run_killed_three_times_gives_the_same_file(uninterrupted, processes, tmp_path):
     check_many_kills(uninterrupted, processes, tmp_path, num_kills=3, per_run=3)
+
+
+@pytest.mark.long
+def test_a_run_that_takes_over_rows_and_is_killed_ten_times_gives_the_same_file(uninterrupted, processes, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in [*lines()][:30]))
+    old = tmp_path / "old.jsonl"
+    assert run_job(replace(job(tmp_path, resume=False), output=old)) == 3
+    check_many_kills(uninterrupted, processes, tmp_path, num_kills=10, per_run=3, old=[old, record_path(old)])
 
 
 @pytest.mark.slow
@@ -212,3 +229,33 @@ def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):
     assert is_complete(tmp_path / "out.jsonl")
     assert run_job(job(tmp_path, resume=True)) == 3
     assert "nothing to resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reorder", ["none", "prefix"])
+def test_runs_that_max_time_stops_finish_what_they_began_and_resume_to_the_rows_of_one_in_peace(
+    tmp_path, uninterrupted, reorder
+):
+    rows = uninterrupted[1]
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    codes, clock, ran = [], count(step=10**6), []  # a millisecond per look at it
+    while not codes or codes[-1] == 130:
+        begun, ended = set(), {}
+        config = load_config(None, FLAGS | {"run.max_time": "0.4s", "run.reorder": reorder})
+
+        def observe(event, begun=begun, ended=ended):
+            if isinstance(event, PrefixLookedUp):
+                begun.add(event.seq_id)
+            elif isinstance(event, RequestFinished):
+                ended[event.seq_id] = event.reason
+
+        one = replace(job(tmp_path, resume=bool(codes)), loaded=config, watch=ran.append)
+        codes.append(run_job(one, emit=observe, clock_ns=clock.__next__))
+        aborted = {seq_id for seq_id, reason in ended.items() if reason == "abort"}
+        assert begun, "each of them gets further"
+        assert not aborted & begun
+        assert begun <= ended.keys()
+    assert codes[-1] == 3
+    assert len(codes) >= 4
+    assert comparable_rows(tmp_path / "out.jsonl") == rows
+    written = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert ran[-1].ended.reasons == Counter(reason for row in written for reason in reasons_of(row))

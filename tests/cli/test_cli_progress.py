@@ -9,7 +9,8 @@ import pytest
 from cli_harness import Terminal, pagedcli
 
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.session import parse_shard
+from pagedcli.cli.run_flags import is_prompt
+from pagedcli.cli.session import TerminalTexts, parse_shard
 from pagedcli.core.facts import RunFacts
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text
@@ -118,6 +119,19 @@ def test_control_characters_are_shown_as_escapes():
     out = io.BytesIO()
     TerminalJson(out).write('{"text": "\x7f\x9b2J\u202e caf\u00e9"}\n'.encode())
     assert out.getvalue().decode() == '{"text": "\\u007f\\u009b2J\\u202e caf\u00e9"}\n'
+
+
+def test_a_prompt_on_the_command_line_is_a_text_with_spaces_that_names_no_file():
+    prompts = ("Once upon a time", "It is 3.5 metres long.", "a\nb", "why? " * 999)
+    assert all(map(is_prompt, prompts))
+    assert not any(
+        map(is_prompt, ("Once", "my prompts.jsonl", "my prompts.CSV", "a folder/in it", "a b.jsonl.gz", "-"))
+    )
+    out = io.BytesIO()
+    TerminalTexts(out, "story").write(
+        b'{"id":null,"outputs":[{"story":"a\\u001bb","finish_reason":"stop"},{"story":"c","finish_reason":"stop"}],"error":null}'
+    )
+    assert out.getvalue() == b"a\\x1bb\nc\n"
 
 
 def test_shards_are_counted_from_one():

@@ -39,6 +39,10 @@ def test_the_first_plan_calibrates_and_the_next_one_does_not(many, others_take):
     assert re.search(r"^time +(under [\d.]+ s|[\d.]+ s \([\d.]+ m?s to [\d.]+ s\))$", second.stdout, re.M)
     assert re.search(r"^generated tokens +[\d.]+ m?s +[\d.]+ %$", second.stdout, re.M)
     assert "measured on this machine" in second.stdout
+    row = write_rows(many.with_name("long.jsonl"), [{"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}])
+    late, in_time = (pagedcli("plan", row, "--max-time", most).stdout for most in ("0.02s", "1d"))
+    assert re.search(r"^--max-time ends the run after 20 ms, before its last row\.$", late, re.M)
+    assert "max-time" not in in_time
 
 
 @pytest.mark.slow

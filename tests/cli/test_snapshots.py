@@ -18,7 +18,7 @@ from models_by_config import QWEN3_30B_A3B
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = sorted((ROOT / "tests" / "snapshots").glob("*.txt"))
-COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d)?$", re.MULTILINE)
+COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d+)?$", re.MULTILINE)
 # what differs from machine to machine, and from run to run
 MASKS = (
     (r"(?<![\w.])[\d,]+(?:\.\d+)? (?:µs|ms|s|min|h|GB/s)(?=\W|$)", "# s"),

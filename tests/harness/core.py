@@ -49,6 +49,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.cache import make_cache
 from pagedcli.core.drafts import Drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
@@ -351,6 +352,7 @@ class Simulation(EngineCore):
         check=True,
         choose=next_token,
         drafter=None,
+        make_cache=make_cache,
         **changes,
     ):
         changes |= {} if drafter is None else {"speculation": "ngram"}
@@ -365,7 +367,7 @@ class Simulation(EngineCore):
         ticks = itertools.count(step=100)
         super().__init__(
             plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=lambda: next(ticks),
-            make_builder=lambda scheduler: CheckedBuilder(scheduler.limits),
+            make_builder=lambda scheduler: CheckedBuilder(scheduler.limits), make_cache=make_cache,
         )  # fmt: skip
         if drafter is not None:
             self.scheduler.drafting = EveryGuess(drafter)

@@ -121,6 +121,15 @@ def copied(path: Path) -> Path:
     return copy
 
 
+def file_of_prompt(text: str) -> str:
+    """The name of an input with this prompt alone, kept until the process ends."""
+    folder = TemporaryDirectory(prefix=COPIES)
+    at_end(folder.cleanup)
+    path = Path(folder.name, "prompt.jsonl")
+    path.write_bytes(msgspec.json.encode({"prompt": text}) + b"\n")
+    return str(path)
+
+
 class LineSource:
     """The rows of an input file; '-' is stdin. What is compressed with gzip or zstd is decompressed, whatever its name.
 

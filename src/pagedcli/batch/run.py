@@ -7,6 +7,7 @@ waiting requests is sorted, so that those with a common prefix hit the prefix ca
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
 from operator import itemgetter
 from typing import Generic, Literal, TypeVar
 
@@ -14,8 +15,9 @@ from pagedcli import runner
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.lines import InputDigest, InputScan, Line, LineSource, as_they_come
 from pagedcli.batch.prompts import BatchOptions, Prompts
-from pagedcli.batch.repeats import Answers, Repeats
+from pagedcli.batch.repeats import Answers, Repeats, request_key
 from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.reuse import Reuse
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
@@ -69,7 +71,7 @@ class PrefixWindow(Generic[Waiting]):
 READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22
 LEAST_TOKENS = 128  # tokens; a shorter prompt counts as this many: its other objects take as much memory
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
-Outcome = Literal["complete", "interrupted", "too_many_errors"]
+Outcome = Literal["complete", "interrupted", "too_many_errors", "out_of_time"]
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class BatchResult:
     outcome: Outcome
     stats: BatchStats
     ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of lines where it had no effect
+    first_ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of the first one; may lack it
 
 
 def read_ahead(limits: Limits, given: int | None) -> int:
@@ -117,10 +120,10 @@ class BatchRun:
 
     Lines of a live source may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if
     known. `read`: the rows of the input up to the limit, if they have been read before. `repeats`: to compute equal
-    rows once.
+    rows once. `reuse`: rows that need not be computed.
     `observe` is called with the counters after each step, `observe_row` with each good row and its answers, which
     `repeats` may take from another row. `stop_requested` is called before each step, and True ends the run once the
-    rows so far are written.
+    rows so far are written. `start_ns`: when the command began, on the engine's clock; None: now.
     """
 
     def __init__(
@@ -135,9 +138,11 @@ class BatchRun:
         num_rows: int | None = None,
         read: InputScan | None = None,
         repeats: Repeats | None = None,
+        reuse: Reuse | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         observe_row: Callable[[BatchRow, list[RowPrompt]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        start_ns: int | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -165,9 +170,12 @@ class BatchRun:
         self._work = InWork(engine.limits, options.run.read_ahead)
         self._window: PrefixWindow[BatchRow] | None = PrefixWindow() if options.run.reorder == "prefix" else None
         self._repeats = repeats
+        self._reuse = reuse
         self._num_started = 0  # rows
-        self._exhausted = False  # whether the input has ended
-        self.stats = BatchStats(num_rows=num_rows, facts=engine.stats)
+        self._exhausted = False  # whether the input has ended, and no row of it was taken back
+        most_s, start_ns = options.run.max_time, engine.clock_ns() if start_ns is None else start_ns
+        self._end_ns = inf if most_s is None else start_ns + most_s * 1e9
+        self.stats = BatchStats(num_rows=num_rows, facts=engine.stats, ended=rows.ended)
 
     def run(self) -> BatchResult:
         """Serve every line. Finishes the sink if the run is complete, and abandons it if the run stops early."""
@@ -183,21 +191,30 @@ class BatchRun:
         else:
             self._sink.abandon()
         self._update_time(start_ns)
-        return BatchResult(outcome, self.stats, self._prompts.ignored)
+        return BatchResult(outcome, self.stats, self._prompts.ignored, self._prompts.first_ignored)
 
     def _serve(self, start_ns: int) -> Outcome:
         engine, max_errors = self._engine, self._options.run.max_errors
         if (journal := self._sink.journal) is not None:
             self.stats.num_resumed, self.stats.num_resumed_failed = journal.num_rows, journal.num_failed_rows
             self.stats.name_failed(journal.failures)
+            self.stats.ended.reasons.update(journal.reasons)
+            if not self._options.config.sampling.ignore_eos:
+                self.stats.ended.cut_at[None] += journal.reasons["length"]
         while not self._stop_requested():
-            self._pull()
+            is_late = engine.clock_ns() >= self._end_ns
+            if is_late:
+                self._take_back()
+            else:
+                self._pull()
             self._sink.flush()  # rows of the last step are written before the next one ends
             if max_errors is not None and self.stats.num_failed >= max_errors:
                 return "too_many_errors"
             if not engine.has_unfinished_requests():
                 if self._exhausted and not self._window:
                     return "complete"
+                if is_late:
+                    return "complete" if self.stats.num_finished == self.stats.num_rows else "out_of_time"
                 continue
             for output in engine.step():
                 self._take_output(output)
@@ -231,6 +248,16 @@ class BatchRun:
         if self._window is not None:
             self._start_waiting(self._window, partial=self._exhausted or waits or self._is_held_up)
 
+    def _take_back(self) -> None:
+        """Take back the rows of which nothing has been computed."""
+        rows = [row for row, _ in self._in_work.values()]
+        begun = {row.line.index for row in rows if any(each.output is not None for each in row.prompts)}
+        begun |= {row.line.index for name, (row, _) in self._in_work.items() if self._engine.has_begun(name)}
+        for name in [name for name, (row, _) in self._in_work.items() if row.line.index not in begun]:
+            self._finish(name)
+            self._engine.abort(name)
+            self._exhausted = False
+
     @property
     def _is_held_up(self) -> bool:
         """Whether too many rows wait for others to be done."""
@@ -251,6 +278,10 @@ class BatchRun:
             return
         made_here = [each.token_ids for each in row.prompts if each.text is not None or each.scored is not None]
         self.stats.num_double_bos += sum(map(self._tokenizer.has_two_bos, made_here))
+        row.key = request_key(row)
+        if self._reuse is not None and (old := self._reuse.find(row.key)) is not None:
+            self._write_reused(row, old)
+            return
         found = False if self._repeats is None else self._repeats.take(row)
         if not isinstance(found, bool):
             self._write_duplicate(row, found)
@@ -338,7 +369,7 @@ class BatchRun:
         ]
 
     def _write_success(self, row: BatchRow, answers: list[RowPrompt]) -> None:
-        self._sink.write(row.line.index, row.line.digest, self._rows.encode_success(row, answers), ok=True)
+        self._sink.write(row.line.index, row.line.digest, self._rows.encode_success(row, answers), key=row.key)
         if self._observe_row is not None:
             self._observe_row(row, answers)
         self.stats.num_done += 1
@@ -348,6 +379,13 @@ class BatchRun:
         else:
             self.stats.num_deduplicated += 1
             self.stats.num_deduplicated_tokens += num_tokens
+
+    def _write_reused(self, row: BatchRow, old: bytes) -> None:
+        if self._repeats is not None:
+            self._repeats.leave_out(row.line.index)
+        self._sink.write(row.line.index, row.line.digest, self._rows.encode_reused(row, old), key=row.key)
+        self.stats.num_done += 1
+        self.stats.num_reused += 1
 
     def _write_duplicates(self, row: BatchRow, outcome: Answers) -> None:
         """Write the rows that have waited for the answers of this one."""
@@ -371,7 +409,7 @@ class BatchRun:
         self._write_duplicates(row, error)
 
     def _write_error(self, row: BatchRow, error: RequestError) -> None:
-        self._sink.write(row.line.index, row.line.digest, self._rows.encode_error(row, error), ok=False)
+        self._sink.write(row.line.index, row.line.digest, self._rows.encode_error(row, error), key=None)
         self.stats.fail(row.line.number, error)
 
     def _update_time(self, start_ns: int) -> None:

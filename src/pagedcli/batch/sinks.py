@@ -38,8 +38,8 @@ class Sink(ABC):
         return self.journal is not None and self.journal.holds(index, line_digest)
 
     @abstractmethod
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        """Take a row."""
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        """Take a row. `key`: its request_key; None: it has failed."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -71,7 +71,7 @@ class StreamSink(Sink):
     def full(self) -> bool:
         return len(self._held) >= self._most_held
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         if self._order == "completion":
             self._stream.write(row + b"\n")
             return
@@ -129,8 +129,8 @@ class FileSink(Sink):
         self._order = order
         self._format = rows_format or JsonLines()
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        self.journal.append(index, line_digest, row, ok=ok)
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        self.journal.append(index, line_digest, row, key=key)
 
     def flush(self) -> None:
         self.journal.flush()
@@ -173,6 +173,7 @@ class FileSink(Sink):
                 digest=digest,
                 input=read,
                 fingerprint=decisive,
+                keys=bytes(journal.keys),
             )
             write_record(self.path, record)
 

@@ -12,6 +12,7 @@ from pagedcli.answers.served import ServedRequests
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.journal import RunRecord
+from pagedcli.batch.rows import WrittenRow
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
@@ -29,7 +30,7 @@ from pagedcli.cli.summary import (
 from pagedcli.errors import EXIT_BAD_ROWS, EXIT_FATAL, UsageError
 from pagedcli.events import Emit
 from pagedcli.planning.step_time import TimeKey
-from pagedcli.printable import plural
+from pagedcli.printable import plural, printable
 from pagedcli.process import EXIT_INTERRUPTED, nothing_to_collect, on_signals
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
@@ -58,20 +59,21 @@ def run_job(
     `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
-    work = OpenJob(job)
+    work, start_ns = OpenJob(job), clock_ns()
     metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
     with nothing_to_collect():
         work.load_tokenizer()  # imports transformers
     if (record := work.finished()) is not None:
         return _say_complete(job, record)
-    sink = work.open_sink(_stdout())
+    sink = work.open_sink(_stdout(job))
+    say_notes(work.notes)
     if sink.journal is not None and sink.journal.num_rows:
         say(f"resuming: {plural(sink.journal.num_rows, 'row')} done")
     with _load_engine(job, sink, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns) as engine:
         quiet_terminal = terminal_is_taken or (job.output_file is None and sys.stdout.isatty())
         key, served = engine.decision.time_key, ServedRequests(engine.plan)
-        result = _run(work, engine, sink, metrics, served, stop_requested, quiet_terminal=quiet_terminal)
+        result = _run(work, engine, sink, metrics, served, stop_requested, start_ns, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = views.whole_run.Findings(engine.stats, None if of_events is None else of_events.losses)
         if metrics is not None:
@@ -112,6 +114,7 @@ def _run(
     metrics: MetricsFile | None,
     served: ServedRequests,
     stop_requested: Callable[[], bool],
+    start_ns: int,
     *,
     quiet_terminal: bool,
 ) -> BatchResult:
@@ -131,6 +134,7 @@ def _run(
             observe=observe,
             observe_row=served.add,
             stop_requested=lambda: stop.requested or stop_requested(),
+            start_ns=start_ns,
         )
         work.job.watch(run.stats)
         try:
@@ -177,7 +181,7 @@ def _rows_differ(work: OpenJob, engine: "runner.LLMEngine") -> bool:
 
 def exit_code(result: BatchResult) -> int:
     if result.outcome != "complete":
-        return EXIT_INTERRUPTED if result.outcome == "interrupted" else EXIT_FATAL
+        return EXIT_FATAL if result.outcome == "too_many_errors" else EXIT_INTERRUPTED
     return EXIT_BAD_ROWS if result.stats.num_failed + result.stats.num_resumed_failed else 0
 
 
@@ -212,8 +216,24 @@ def _load_engine(
     return engine
 
 
-def _stdout() -> BinaryIO:
-    return cast(BinaryIO, TerminalJson(sys.stdout.buffer)) if sys.stdout.isatty() else sys.stdout.buffer
+def _stdout(job: Job) -> BinaryIO:
+    stream = sys.stdout.buffer
+    if not sys.stdout.isatty():
+        return stream
+    answer = job.loaded.config.run.output_field
+    return cast(BinaryIO, TerminalTexts(stream, answer) if job.is_text else TerminalJson(stream))
+
+
+class TerminalTexts(TerminalJson):
+    """What rows have in the column `answer`, for a terminal."""
+
+    def __init__(self, stream: BinaryIO, answer: str) -> None:
+        super().__init__(stream)
+        self._answer = answer
+
+    def write(self, line: bytes) -> int:
+        texts = [sample.text for sample in WrittenRow.of(line, self._answer).samples]
+        return self._stream.write("".join(f"{printable(text or '')}\n" for text in texts).encode())
 
 
 class StopRequest:
