@@ -220,8 +220,8 @@ def reservation(
 
     Reserving gives each request its maximum length in advance, as one contiguous piece of the same pool: the model's
     length, or its prompt and max_tokens. Waste is reserved (for tokens that come later), internal (for tokens that
-    never come) and external (free, but in no piece that is large enough). The pool has room for four requests of the
-    model's length, unless its size is given.
+    never come) and external (free, but in no piece that is large enough), on average over the steps in which requests
+    wait for blocks. The pool has room for four requests of the model's length, unless its size is given.
 
     \b
     Examples:
