@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -38,6 +39,7 @@ _DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
 _ROW = b',"row":'
 _PAGE = 4096  # rows
 _MOST_FAILURES = 3  # most failures kept in memory
+_MOST_RECORDS = 100  # records of other runs that are read
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
@@ -364,6 +366,23 @@ def read_record(path: Path) -> RunRecord:
     if re.fullmatch(r"[1-9]\d{0,8}/[1-9]\d{0,8}", record.shard) is None:
         raise UsageError(f"{described} does not describe a run: shard is {record.shard!r}")
     return record
+
+
+# what decides the tokens of prompts, and their K and V
+_OF_PROMPTS = (
+    *("model files", "dtype", "quantization", "kv_cache_dtype", "load_format", "tokenizer", "chat_template", "shard"),
+    *("system_prompt", "field", "run.template", "run.messages", "run.tools"),
+)
+
+
+def earlier_output(path: Path, read: InputScan, fingerprint: dict[str, str]) -> Path | None:
+    """An output in the same folder, or the one that is to be replaced, whose run had the same prompts and model."""
+    for each in islice(path.parent.glob("*.run.json"), _MOST_RECORDS):
+        with suppress(UsageError):
+            record = read_record(output := each.with_name(each.name.removesuffix(".run.json")))
+            if record.input == read and all(record.fingerprint.get(k) == fingerprint.get(k) for k in _OF_PROMPTS):
+                return output
+    return None
 
 
 def open_rows(path: Path) -> BinaryIO:
