@@ -47,6 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: Annotated[
         str | None, _model("Branch, tag or commit of a hub model", affects_rows=False, has_flag=False)
     ] = None
+    adapter: Annotated[
+        str | None, _model("LoRA adapter, a folder or hub id, to merge into the weights", metavar="ADAPTER")
+    ] = None
     dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as in the checkpoint")] = "auto"
     quantization: Annotated[
         str | None,
@@ -404,7 +407,7 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
         where = f"{path}: " if path is not None else ""
-        raise ConfigError(f"{where}{_in_words(str(error))}", hint=_nearest_key(str(error))) from error
+        raise ConfigError(f"{where}{in_words(str(error))}", hint=_nearest_key(str(error))) from error
     return LoadedConfig(config, sources)
 
 
@@ -533,10 +536,11 @@ _KINDS = {"int": "a whole number", "str": "text", "float": "a number", "bool": "
 _KINDS |= {"array": "a list", "object": "a mapping", "date": "a date", "datetime": "a date with a time"}
 
 
-def _in_words(message: str) -> str:
-    """A decoder's message in the words of a configuration file: `Expected `int`, got `str` - at `$.engine.seed``."""
+def in_words(message: str, whole: str = "the file") -> str:
+    """A decoder's message in the words of a user: `Expected `int`, got `str` - at `$.engine.seed``. `whole`: what a
+    message without a place is about."""
     what, _, place = message.partition(" - at ")
-    name = place.rpartition("`$")[2].strip("`.") or "the file"
+    name = place.rpartition("`$")[2].strip("`.") or whole
     if "`key`" in place:
         return f"a key of {name} is of the wrong type"
     if match := re.fullmatch("Expected `(.+)`, got `(.+)`", what):

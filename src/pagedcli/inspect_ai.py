@@ -112,7 +112,7 @@ class _Answer:
     def __init__(self) -> None:
         self.row: Future[bytes] = Future()
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         self.row.set_result(row)
 
     def flush(self) -> None:

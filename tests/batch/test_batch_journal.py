@@ -3,11 +3,11 @@
 import gzip
 import io
 import json
-import os
 import resource
 import signal
 
 import pytest
+from power_loss import synced_by
 
 from pagedcli.batch.journal import Journal, check_output, journal_path, open_journal, read_record
 from pagedcli.batch.lines import InputScan
@@ -21,7 +21,7 @@ ROWS = {3: b'{"index":3}', 0: b'{"index":0,"text":"\\n,\\"row\\":"}', 1: b'{"ind
 
 def fill(journal, rows=ROWS):
     for index, row in rows.items():
-        journal.append(index, 1000 + index, row, ok=index != 2)
+        journal.append(index, 1000 + index, row, key=None if index == 2 else b"%016d" % index)
     journal.flush()
     return journal
 
@@ -128,7 +128,7 @@ def open_sink(tmp_path, name="out.jsonl", *, resume=False, overwrite=False, orde
 
 def write_all(sink):
     for index, row in ROWS.items():
-        sink.write(index, 1000 + index, row, ok=True)
+        sink.write(index, 1000 + index, row, key=bytes(16))
     return sink
 
 
@@ -245,7 +245,7 @@ def test_a_journal_that_is_cut_during_the_run_ends_it_and_its_whole_rows_are_res
     num_bytes = partial.stat().st_size
     with partial.open("r+b") as file:
         file.truncate(num_bytes - cut if cut else 0)
-    sink.write(4, 1004, b"4", ok=True)
+    sink.write(4, 1004, b"4", key=bytes(16))
     with pytest.raises(PagedcliError, match="another program has changed"):
         sink.flush()
     sink.abandon()
@@ -253,7 +253,7 @@ def test_a_journal_that_is_cut_during_the_run_ends_it_and_its_whole_rows_are_res
     assert again.journal.num_rows < 4
     missing = [index for index in ROWS if not again.holds(index, 1000 + index)]
     for index in missing:
-        again.write(index, 1000 + index, ROWS[index], ok=True)
+        again.write(index, 1000 + index, ROWS[index], key=bytes(16))
     again.finish(READ)
     assert (tmp_path / "out.jsonl").read_bytes() == WHOLE
 
@@ -285,10 +285,10 @@ def full_disk():
 
 def test_a_full_disk_stops_the_run_and_keeps_what_was_written(tmp_path, full_disk):
     sink = open_sink(tmp_path)
-    sink.write(3, 1003, ROWS[3], ok=True)
+    sink.write(3, 1003, ROWS[3], key=bytes(16))
     sink.flush()
     full_disk(journal_path(tmp_path / "out.jsonl").stat().st_size + 20)
-    sink.write(0, 1000, ROWS[0], ok=True)
+    sink.write(0, 1000, ROWS[0], key=bytes(16))
     with pytest.raises(PagedcliError, match="cannot write") as failed:
         sink.flush()
     assert "--resume" in failed.value.hint
@@ -319,7 +319,7 @@ def test_a_stream_gets_rows_in_input_order_as_soon_as_possible():
     sink = StreamSink(stream, order="input")
     seen = []
     for index in (1, 0, 3, 2):
-        sink.write(index, 0, b"%d" % index, ok=True)
+        sink.write(index, 0, b"%d" % index, key=bytes(16))
         seen.append(stream.getvalue().split())
     assert seen == [[], [b"0", b"1"], [b"0", b"1"], [b"0", b"1", b"2", b"3"]]
 
@@ -327,8 +327,8 @@ def test_a_stream_gets_rows_in_input_order_as_soon_as_possible():
 def test_a_stopped_stream_still_gets_the_rows_that_were_done():
     stream = io.BytesIO()
     sink = StreamSink(stream, order="input")
-    sink.write(2, 0, b"2", ok=True)
-    sink.write(1, 0, b"1", ok=True)
+    sink.write(2, 0, b"2", key=bytes(16))
+    sink.write(1, 0, b"1", key=bytes(16))
     sink.abandon()
     assert stream.getvalue() == b"1\n2\n"
 
@@ -336,18 +336,16 @@ def test_a_stopped_stream_still_gets_the_rows_that_were_done():
 def test_a_sharded_stream_counts_its_own_rows():
     stream = io.BytesIO()
     sink = StreamSink(stream, order="input", first_index=1, step=3)
-    sink.write(4, 0, b"4", ok=True)
-    sink.write(1, 0, b"1", ok=True)
+    sink.write(4, 0, b"4", key=bytes(16))
+    sink.write(1, 0, b"1", key=bytes(16))
     assert stream.getvalue() == b"1\n4\n"
 
 
-def test_after_a_power_cut_a_new_journal_has_its_name(tmp_path, monkeypatch):
+def test_after_a_power_cut_a_new_journal_has_its_name(tmp_path):
     """The file first, then its folder: a file's own sync may not keep its name."""
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
     path = tmp_path / "runs" / "out.jsonl.partial"
     path.parent.mkdir()
-    Journal.create(path, FINGERPRINT).close()
+    synced = synced_by(lambda: Journal.create(path, FINGERPRINT).close())
     assert synced == [path.stat().st_ino, path.parent.stat().st_ino]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -15,13 +16,12 @@ from conftest import forget_library
 from harness.engine import comparable_rows, is_complete
 
 from pagedcli.batch.job import Job
-from pagedcli.batch.journal import journal_path
+from pagedcli.batch.journal import journal_path, record_path
 from pagedcli.batch.rows import reasons_of
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import BackendError, UsageError
+from pagedcli.errors import UsageError
 from pagedcli.events import PrefixLookedUp, RequestFinished
-from pagedcli.native import build
 
 FLAGS = {
     "sampling.max_tokens": 12,
@@ -48,7 +48,8 @@ def lines():
 
 
 def job(folder: Path, *, resume: bool) -> Job:
-    return Job(load_config(None, FLAGS), str(folder / "in.jsonl"), folder / "out.jsonl", resume=resume)
+    reuse = tuple(folder.glob("old.jsonl"))
+    return Job(load_config(None, FLAGS), str(folder / "in.jsonl"), folder / "out.jsonl", resume=resume, reuse=reuse)
 
 
 def run_in_child(folder: Path, resume: bool) -> None:
@@ -116,12 +117,14 @@ def check_kills(uninterrupted, processes, tmp_path, *, seed, num_kills):
     return kills
 
 
-def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run):
+def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run, old=()):
     """Runs until so many were killed; some are done before the kill."""
     total = 0
     for seed in range(20 * num_kills):
         folder = tmp_path / str(seed)
         folder.mkdir()
+        for path in old:
+            shutil.copy(path, folder)
         total += check_kills(uninterrupted, processes, folder, seed=seed, num_kills=per_run)
         if total >= num_kills:
             return
@@ -131,6 +134,14 @@ def check_many_kills(uninterrupted, processes, tmp_path, *, num_kills, per_run):
 @pytest.mark.long
 def test_a_run_killed_three_times_gives_the_same_file(uninterrupted, processes, tmp_path):
     check_many_kills(uninterrupted, processes, tmp_path, num_kills=3, per_run=3)
+
+
+@pytest.mark.long
+def test_a_run_that_takes_over_rows_and_is_killed_ten_times_gives_the_same_file(uninterrupted, processes, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in [*lines()][:30]))
+    old = tmp_path / "old.jsonl"
+    assert run_job(replace(job(tmp_path, resume=False), output=old)) == 3
+    check_many_kills(uninterrupted, processes, tmp_path, num_kills=10, per_run=3, old=[old, record_path(old)])
 
 
 @pytest.mark.slow
@@ -202,11 +213,9 @@ def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):
     partial = journal_path(tmp_path / "out.jsonl")
     written = partial.read_bytes()
 
-    def no_compiler():
-        raise BackendError("no C++ compiler")
-
     with monkeypatch.context() as patch:
-        patch.setattr(build, "find_compiler", no_compiler)
+        patch.setenv("PAGEDCLI_NATIVE", "build")
+        patch.setenv("CXX", "/nowhere/g++")
         forget_library()
         with pytest.raises(UsageError, match=r"kernels: .* -> torch"):
             run_job(job(tmp_path, resume=True))

@@ -171,7 +171,7 @@ def test_a_line_continues_the_answer_that_its_messages_begin(harness):
     [
         ({"messages": user("Hi"), "continue_final_message": True}, "needs 'add_generation_prompt': false"),
         ({"prompt": "Hi", "add_generation_prompt": False}, "'add_generation_prompt' needs 'messages'"),
-        ({"messages": user("Hi"), "continue_final_message": 1}, "continue_final_message: Expected `bool`"),
+        ({"messages": user("Hi"), "continue_final_message": 1}, "continue_final_message must be true or false"),
     ],
 )
 def test_how_a_chat_ends_is_checked(harness, fields, words):

@@ -87,24 +87,28 @@ def test_an_openai_row_has_copied_columns_outside_the_response(harness):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--keep", "usage"), "column 'usage' cannot be kept"),
-        (("--keep", "all"), "column 'text' cannot be kept"),
         (("--keep", "lable"), "no row of the input has\nhint: did you mean 'label'"),
         (("--output-field", "usage"), "the output already has a column of that name"),
     ],
 )
 def test_a_collision_or_an_unknown_column_ends_the_run_before_it_begins(tmp_path, flags, message):
     prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b", "label": 1, "text": 2, "usage": 3}])
+    both = write_rows(tmp_path / "both.jsonl", [{"prompt": "b", "text": 2, "input_text": 3}])
+    assert "would have the same name" in pagedcli("generate", both, "--keep", "all", expect=2).stderr
+    both.unlink()
     for command in (("generate", "-o", tmp_path / "out.jsonl", *FAST), ("plan",), ("trace", "--dump-kv", *FAST)):
         result = pagedcli(command[0], prompts, *command[1:], *flags, expect=2)
         assert message in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_in_a_pipe_a_collision_is_an_error_row():
-    made = pagedcli("generate", "-", "--keep", "all", *FAST, stdin='{"id": "a", "prompt": "b", "text": 2}\n', expect=3)
-    (row,) = rows_of(made.stdout)
-    assert (row["id"], row["error"]["code"], row["text"]) == ("a", "reserved_column", None)
+def test_a_kept_column_that_rows_have_themselves_gets_another_name(tmp_path):
+    line = {"id": "a", "prompt": "b", "text": 2, "usage": 3}
+    (row,) = rows_of(pagedcli("generate", "-", "--keep", "all", *FAST, stdin=json.dumps(line) + "\n").stdout)
+    assert (row["id"], row["input_text"], row["input_usage"], row["error"]) == ("a", 2, 3, None)
+    made = pagedcli("generate", write_rows(tmp_path / "in.jsonl", [line]), "--keep", "text", *FAST)
+    assert "note: the input's 'text' is kept as 'input_text', as rows have their own\n" in made.stderr
+    assert rows_of(made.stdout)[0]["input_text"] == 2
 
 
 @pytest.mark.long
@@ -167,8 +171,9 @@ def test_parquet_carries_only_the_columns_asked_for(tmp_path):
     table = pa.table({"question": ["The fox"], "big": ["x"], "label": pa.array([3], pa.int8()), "text": ["mine"]})
     pq.write_table(table, tmp_path / "in.parquet")
     run = ("generate", tmp_path / "in.parquet", "--field", "question", *FAST)
-    assert "'text', which the output adds" in pagedcli(*run, "-o", tmp_path / "out.parquet", expect=2).stderr
-    pagedcli(*run, "-o", tmp_path / "out.parquet", "--keep", "label")
+    assert "'text' is kept as 'input_text'" in pagedcli(*run, "-o", tmp_path / "out.parquet").stderr
+    assert pq.read_table(tmp_path / "out.parquet")["input_text"].to_pylist() == ["mine"]
+    pagedcli(*run, "-o", tmp_path / "out.parquet", "--keep", "label", "--overwrite")
     out = pq.read_table(tmp_path / "out.parquet")
     assert out.column_names[:2] == ["label", "text"]
     assert out["label"].type == pa.int8()

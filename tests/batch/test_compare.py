@@ -241,9 +241,42 @@ def test_any_value_of_another_kind_is_compared_or_refused_by_its_line(tmp_path, 
 
 
 def test_what_is_no_file_of_rows_is_refused(outputs, tmp_path):
-    assert "not a file of JSONL rows" in pagedcli("verify", outputs, outputs / "out.jsonl", expect=2).stderr
+    assert "not a file of rows" in pagedcli("verify", outputs, outputs / "out.jsonl", expect=2).stderr
     missing = tmp_path / "b.jsonl"
     assert f"there is no {missing}" in pagedcli("verify", outputs / "out.jsonl", missing, expect=2).stderr
+
+
+def test_tables_of_a_run_are_equal_to_its_rows_and_several_files_are_compared_with_the_first(outputs, tmp_path):
+    rows = [row | {"label": "5"} for row in rows_of(outputs / "out.jsonl")]
+    rows[0]["text"] = " 5\n"
+    write_rows(tmp_path / "b.jsonl", rows)
+    files = [outputs / "out.jsonl", *(tmp_path / name for name in ("b.jsonl", "out.csv", "out.parquet"))]
+    for path in files[2:]:
+        pagedcli("generate", outputs / "in.jsonl", "-o", path, *FULL, expect=3)
+    found = json.loads(pagedcli("verify", *files, "--keep", "label", "--format", "json", expect=1).stdout)["files"]
+    assert [each["equal"] for each in found] == [None, 5, 6, 6]
+    assert [each["answers_differ"] for each in found] == [None, 1, 0, 0]
+    assert [each["right"] for each in found] == [0, 1 / 6, None, None]
+
+
+def test_batch_outputs_of_openai_and_vllm_are_compared(tmp_path):
+    choice = {"index": 0, "message": {"role": "assistant", "content": "5"}, "logprobs": None, "finish_reason": "stop"}
+    theirs = choice | {"message": choice["message"] | {"tool_calls": [], "reasoning": None}, "stop_reason": None}
+    theirs |= {"token_ids": None}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": None}
+    failed = {"message": "no", "type": "BadRequestError", "code": 400}
+    openai, vllm = (
+        [
+            {"custom_id": "a", "response": {"status_code": 200, "body": {"choices": [each], "usage": usage}}},
+            {"custom_id": "b", "response": {"status_code": 400, "body": body}, "error": error},
+        ]
+        for each, body, error in ((choice, {"error": failed}, None), (theirs, None, {"error": failed}))
+    )
+    names = "ours.jsonl", "openai.jsonl", "vllm.jsonl"
+    failed_row = {"id": "b", "text": None, "finish_reason": None, "usage": None, "error": {"code": 400}}
+    files = [[PLAIN | {"id": "a"}, failed_row], *([{"error": None} | row for row in rows] for rows in (openai, vllm))]
+    paths = [write_rows(tmp_path / name, rows) for name, rows in zip(names, files, strict=True)]
+    assert "b.jsonl" not in pagedcli("verify", *paths, expect=0).stdout
 
 
 def test_every_row_gets_its_partner_or_none_whatever_the_order():

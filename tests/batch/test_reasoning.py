@@ -220,11 +220,11 @@ def test_equal_rows_share_answers_but_only_chats_have_reasoning(reasoner, tmp_pa
     assert [parts(row) for row in rows_of(tmp_path / "o.jsonl")] == [("Two and more", "Four cats"), (None, WHOLE)] * 2
 
 
-def test_a_kept_column_of_that_name_is_refused_unless_reasoning_is_dropped(reasoner, tmp_path):
+def test_a_kept_column_of_that_name_gets_another_unless_reasoning_is_dropped(reasoner, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": CHAT, "reasoning_content": "mine"}) + "\n")
     arguments = ("generate", tmp_path / "in.jsonl", "-m", reasoner, *FLAGS, "--keep", "reasoning_content")
-    said = pagedcli(*arguments, "-o", tmp_path / "a.jsonl", expect=2).stderr
-    assert "'reasoning_content' cannot be kept" in said
+    pagedcli(*arguments, "-o", tmp_path / "a.jsonl")
+    assert rows_of(tmp_path / "a.jsonl")[0]["input_reasoning_content"] == "mine"
     pagedcli(*arguments, "-o", tmp_path / "b.jsonl", *with_keys(tmp_path, run__keep_reasoning=False))
     assert rows_of(tmp_path / "b.jsonl")[0]["reasoning_content"] == "mine"
 

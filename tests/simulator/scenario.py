@@ -147,8 +147,8 @@ class WatchedSink(FileSink):
     def holds(self, index, line_digest):
         return super().holds(self._place(index), line_digest)
 
-    def write(self, index, line_digest, row, *, ok):
-        super().write(self._place(index), line_digest, row, ok=ok)
+    def write(self, index, line_digest, row, *, key):
+        super().write(self._place(index), line_digest, row, key=key)
 
     def flush(self):
         super().flush()

@@ -4,6 +4,7 @@ Used by batch.prompts and by the writers of rows.
 """
 
 import difflib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -131,17 +132,16 @@ class Columns:
         """The fields that may hold a line's id, the first one first."""
         return ("custom_id", "id") if self.id is None else (self.id,)
 
+    def kept_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The columns to copy, each with its name in the row: another one where the row has such a column itself.
+        `names`: the line's."""
+        copied, left_out = (names, {*self.ids, INVALID_ROW}) if self.keep_all else (self.keep, {*_IDS})
+        reserved = self.reserved
+        return {name: f"input_{name}" if name in reserved else name for name in copied if name not in left_out}
+
     def kept(self, document: dict[str, Any]) -> dict[str, Any]:
         """The columns of a line that its row copies; null for one that the line lacks."""
-        if not self.keep_all:
-            return {name: document.get(name) for name in self.keep if name not in _IDS}
-        left_out = {*self.ids, *self.reserved, INVALID_ROW}
-        return {name: value for name, value in document.items() if name not in left_out}
-
-    def taken(self, document: dict[str, Any]) -> str | None:
-        """A column of the line that its row cannot copy, as an output column has its name."""
-        taken = (document.keys() - set(self.ids)) & self.reserved if self.keep_all else ()
-        return min(taken, default=None)
+        return {new: document.get(name) for name, new in self.kept_names(document).items()}
 
     def check_found(self, names: set[str]) -> None:
         """Raises: UsageError if a column to copy is not among those of the input."""
@@ -151,16 +151,18 @@ class Columns:
                 hint = f"did you mean {near[0]!r}?" if near else f"its columns: {', '.join(sorted(names))}"
                 raise UsageError(f"--keep names {name!r}, which no row of the input has", hint=hint)
 
-    def check_free(self, names: set[str]) -> None:
-        """Raises: UsageError if a column to copy has the name of an output column. `names`: the input's, if known."""
-        for name in sorted(names - set(self.ids)) if self.keep_all else self.keep:
-            if name in self.reserved and (self.keep_all or name not in _IDS):  # a row has its id in any case
-                other = "--output-field gives the answer another name" if name == self.answer else "rename it"
-                raise UsageError(collision(name), hint=f"{other}, or list the columns to keep without it")
+    def renamed(self, names: set[str]) -> list[str]:
+        """What to say of columns that are copied under another name."""
+        return notes_of(self.kept_names(sorted(names)), names)
 
 
-def collision(name: str) -> str:
-    return f"the input column {name!r} cannot be kept: the output has a column of that name"
+def notes_of(kept: dict[str, str], names: Collection[str]) -> list[str]:
+    """What to say of `kept`, columns with their new names. Raises: UsageError if the input has that one, too."""
+    renamed = {name: new for name, new in kept.items() if name != new}
+    for name, new in renamed.items():
+        if new in names:
+            raise UsageError(f"the columns {name!r} and {new!r} would have the same name in the output")
+    return [f"the input's {name!r} is kept as {new!r}, as rows have their own" for name, new in renamed.items()]
 
 
 def names_of(content: bytes | None) -> set[str]:

@@ -4,7 +4,7 @@ Used by cli.verify for two files, and by `generate --verify N`, which generates 
 alone and with nothing in the prefix cache.
 """
 
-import gzip
+import csv
 import io
 import math
 import zlib
@@ -20,12 +20,12 @@ import msgspec
 
 from pagedcli import runner
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.journal import open_rows
+from pagedcli.batch.outputs import output_rows
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import NOT_A_ROW, RowWriter, Sample, WrittenRow, why_not_a_row
 from pagedcli.batch.run import BatchRun
-from pagedcli.batch.score_comparison import RowScores, first_difference
+from pagedcli.batch.score_comparison import TARGET, RowScores, first_difference
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import num_equal
@@ -66,6 +66,14 @@ class ComparedRow:
     num_prompt_tokens: int | None
     samples: list[ComparedSample]
     scores: RowScores | None = None  # scores of given continuations
+    target: Any = None  # the right answer: a text, or the index of a continuation; None: not known
+
+    @property
+    def answers(self) -> list[str]:
+        """The texts without white space around them, or the index of the best continuation; none of a failed row."""
+        if self.scores is not None:
+            return [str(self.scores.best["logprob"])]
+        return [(sample.text or "").strip() for sample in self.samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDif
 
     if a.error != b.error:
         return differ("error", a.error or "no error", b.error or "no error")
-    if a.num_prompt_tokens != b.num_prompt_tokens:
+    if None not in (a.num_prompt_tokens, b.num_prompt_tokens) and a.num_prompt_tokens != b.num_prompt_tokens:
         return differ("prompt", f"{a.num_prompt_tokens} prompt tokens", f"{b.num_prompt_tokens} prompt tokens")
     if a.scores is not None and b.scores is not None:
         return _compare_scores(a.label, a.scores, b.scores, tolerance)
@@ -130,7 +138,7 @@ def _compare_samples(
             return RowDifference(label, "tokens", index, token, character, *around)
     if character is not None:
         return RowDifference(label, "text", index, None, character, *around)
-    if a.ending != b.ending:
+    if a.ending[0] != b.ending[0] or (None not in (a.ending[1], b.ending[1]) and a.ending[1] != b.ending[1]):
         return RowDifference(label, "ending", index, None, None, _ending(a), _ending(b))
     return _compare_logprobs(label, "logprobs", index, a.logprobs, b.logprobs, tolerance) or _compare_logprobs(
         label, "prompt_logprobs", index, a.prompt_logprobs, b.prompt_logprobs, tolerance
@@ -193,41 +201,46 @@ def _ending(sample: ComparedSample) -> str:
 # ---------------------------------------------------------------------- rows of files
 
 
-def read_rows(path: Path, *, answer: str = "text", by_order: bool = False) -> Iterator[ComparedRow]:
+def read_rows(
+    path: Path, *, answer: str = "text", by_order: bool = False, target: str = TARGET
+) -> Iterator[ComparedRow]:
     """The rows of an output. Rows match by id, those without one by their index in the input, or all by their order.
+    `target`: the field with the right answer.
 
     Raises: UsageError if a line is not a row of generate.
     """
     number = 0
     try:
-        with open_rows(path) as file:
-            for number, line in enumerate(file, 1):
-                yield _read_row(WrittenRow.of(line, answer), number, answer, by_order)
+        for number, line in enumerate(output_rows(path), 1):
+            yield _read_row(WrittenRow.of(line, answer), number, answer, by_order, target)
     except NOT_A_ROW as error:
         raise UsageError(
             f"line {number} of {path} is not a row of an output: {why_not_a_row(error)}",
-            hint="verify reads JSONL rows of pagedcli generate or merge",
+            hint="verify reads JSONL, CSV and Parquet of generate, and batch outputs of OpenAI and vLLM",
         ) from error
-    except (OSError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise UsageError(f"cannot read {path} after line {number}: {error}") from error
 
 
-def _read_row(row: WrittenRow, number: int, answer: str, by_order: bool) -> ComparedRow:
-    key: Hashable = ("id", row.id)
+def _read_row(row: WrittenRow, number: int, answer: str, by_order: bool, target: str = TARGET) -> ComparedRow:
+    key: Hashable = ("id", str(row.id))  # tables have texts for numbers
     label = f"id {row.id!r}"
     if by_order or row.id is None:
         place = number - 1 if by_order or row.index is None else row.index
         key = ("row", place)
         label = f"row {place}" if row.id is None else label
+    right = row.fields.get(target)
     if row.error is not None:
-        return ComparedRow(key, label, str(row.error["code"]), None, [])
-    if row.usage is None:
+        return ComparedRow(key, label, str(row.error.get("code") or row.error["type"]), None, [], None, right)
+    is_openai = "response" in row.fields
+    if row.usage is None and not is_openai:
         raise KeyError("usage")
-    samples = [_read_sample(sample, answer) for sample in row.samples]
-    return ComparedRow(key, label, None, row.usage["prompt_tokens"], samples, RowScores.of(row.fields))
+    num_prompt_tokens = None if row.usage is None else row.usage["prompt_tokens"]
+    samples = [_read_sample(sample, answer, may_lack_text=is_openai) for sample in row.samples]
+    return ComparedRow(key, label, None, num_prompt_tokens, samples, RowScores.of(row.fields, right), right)
 
 
-def _read_sample(sample: Sample, answer: str) -> ComparedSample:
+def _read_sample(sample: Sample, answer: str, *, may_lack_text: bool) -> ComparedSample:
     logprobs = sample.logprobs
     tokens = values = None
     if isinstance(logprobs, dict) and "token_logprobs" in logprobs:  # the form of the completions endpoint
@@ -241,14 +254,15 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
         tokens = msgspec.convert([position["token"] for position in positions], list[str])
         values = _values(positions)
     _, *prompt = sample.prompt_logprobs or [None]
+    prompt = prompt if all("logprob" in each for each in prompt) else []  # vLLM's are by token id
     token_ids = [[each.get("token_id"), *(top.get("token_id") for top in each["top_logprobs"])] for each in prompt]
     prompt_ids = msgspec.convert(token_ids, list[list[int | None]])
-    ending = (sample.finish_reason, sample.stop_reason)
+    ending = (sample.finish_reason, None if sample.stop_reason is None else str(sample.stop_reason))
     text = sample.text
     if sample.tool_calls:  # without their ids, which are those of a run
         calls = [call.get("function", call) for call in sample.tool_calls]
         text = (text or "") + msgspec.json.encode(calls).decode()
-    if text is None and sample.token_ids is None and sample.finish_reason != "score":
+    if text is None and not may_lack_text and sample.token_ids is None and sample.finish_reason != "score":
         raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
     return ComparedSample(text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), prompt_ids, ending)
 

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pagedcli.batch.columns import INVALID_ROW, METRICS, Columns
+from pagedcli.batch.columns import DISK, INVALID_ROW, METRICS, SCORES, Columns
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
-from pagedcli.batch.rows import NumberedRows, WrittenRow, marked_of
+from pagedcli.batch.rows import NumberedRows, WrittenRow
 from pagedcli.batch.sinks import write_lines
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
@@ -172,7 +172,6 @@ class CsvLines:
     """
 
     columns: Columns
-    marked: frozenset[str] | None = None  # columns about reasoning and calls; None: those that the rows have
 
     def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         """See sinks.RowFormat."""
@@ -185,27 +184,31 @@ class CsvLines:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(header)
         for index, content in rows():
-            row = WrittenRow.of(content, self.columns.answer, index)
-            writer.writerows([csv_cell(cells.get(name)) for name in header] for cells in self._cells(row))
+            writer.writerows([csv_cell(line.get(name)) for name in header] for line in self._cells(index, content))
             yield text.getvalue().encode()
             text.seek(0)
             text.truncate()
         yield text.getvalue().encode()  # the header of a table without rows
 
     def _header(self, rows: NumberedRows) -> list[str]:
-        """`sample` is 0 to n - 1, and empty for an error."""
-        kept = list(self.columns.keep)
-        marked = marked_of(rows, self.columns) if self.marked is None else self.marked
+        """The columns in which some row has a value, and the index, the answer and those to copy. `sample` is 0 to
+        n - 1, and empty for an error."""
+        lines = (line for row in rows() for line in self._cells(*row))
+        used = dict.fromkeys(name for line in lines for name, value in line.items() if value not in (None, "", []))
+        tail = sorted(self.columns.marked | SCORES | DISK)
+        kept = [*self.columns.kept_names(()).values()]
         if self.columns.keep_all:
-            names = (name for _, row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
-            kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved | marked))
-        counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *(METRICS if self.columns.metrics else ())]
+            kept = [name for name in used if name not in self.columns.reserved.union(tail)]
+        counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *METRICS]
         answer = ["sample", self.columns.answer, "finish_reason", "stop_reason", "beam_score", *counts]
         lists = ["logprobs", "prompt_logprobs", "token_ids"]
-        return ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *sorted(marked)]
+        names = ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *tail]
+        always = {"index", self.columns.answer, *kept}
+        return [name for name in dict.fromkeys(names) if name in used or name in always]
 
-    def _cells(self, row: WrittenRow) -> list[dict[str, Any]]:
+    def _cells(self, index: int, content: bytes) -> list[dict[str, Any]]:
         """Values by column, for each sample."""
+        row = WrittenRow.of(content, self.columns.answer, index)
         cells = row.fields | {"index": row.index, "id": row.id}
         if row.error is not None:
             return [cells | {"error_code": row.error["code"], "error_message": row.error["message"]}]

@@ -72,7 +72,8 @@ def _left(engine: EngineCore, stats: BatchStats) -> tuple[float, float]:
         tokens += seq.num_prompt_tokens - num_known + _num_to_fork(seq)
         tokens += outputs(seq) * (1 if seq.num_output_tokens or seq.is_beam else seq.params.n)
     num_unfinished = engine.num_unfinished_requests
-    num_started = max(1, stats.num_done - stats.num_failed - stats.num_deduplicated + num_unfinished)
+    num_without = stats.num_failed + stats.num_deduplicated + stats.num_reused
+    num_started = max(1, stats.num_done - num_without + num_unfinished)
     unread = max(0, (stats.num_rows or 0) - stats.num_finished - num_unfinished) / num_started
     done = facts.num_computed_given + facts.num_generated_tokens
     return tokens + unread * (done + tokens), max(map(outputs, scheduler.running), default=0.0)

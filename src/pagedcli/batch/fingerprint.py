@@ -18,7 +18,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config, EngineConfig
 from pagedcli.config_keys import keys_of
 from pagedcli.errors import BackendError, UsageError
-from pagedcli.models.hub import weight_files
+from pagedcli.models.hub import adapter_files, weight_files
 from pagedcli.native.build import instructions, load_library
 from pagedcli.process import nothing_to_collect
 
@@ -38,7 +38,7 @@ def run_fingerprint(config: Config, folder: Path, tokenizer: Tokenizer, *, shard
     """Named digests and values, except those of the input."""
     entries = {
         "pagedcli": __version__,
-        "model files": _model_digest(folder),
+        "model files": _model_digest(folder, adapter_files(config.engine)),
         "tokenizer": tokenizer.digest(),
         "shard": shard,
         **_settings(config),
@@ -114,24 +114,32 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def check_same_run(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raises: UsageError that names every key in which the run that wrote `path` differs from this one. Kernels count
     where both name them: a finished run needs none."""
-    if not (_KERNELS in before and _KERNELS in now):
-        before, now = ({name: each[name] for name in each if name != _KERNELS} for each in (before, now))
-    if found := differences(before, now):
+    if found := settings_that_differ(before, now):
         raise UsageError(f"{path} is of a run with other settings; " + "; ".join(found), hint=HINT_OTHER_RUN)
+
+
+def settings_that_differ(
+    before: Mapping[str, str], now: Mapping[str, str], *, apart_from: frozenset[str] = frozenset()
+) -> list[str]:
+    """See differences."""
+    if not (_KERNELS in before and _KERNELS in now):
+        apart_from |= {_KERNELS}
+    return differences(*({name: each[name] for name in each if name not in apart_from} for each in (before, now)))
 
 
 def run_key(fingerprint: dict[str, str]) -> str:
     return _digest(msgspec.json.encode(sorted(fingerprint.items())).decode())
 
 
-def _model_digest(folder: Path) -> str:
-    """Digest of the configuration, and of each weights file's name, size and samples from all over it: reading a
-    large file takes too long, and other weights of the same shapes (a later checkpoint) differ everywhere."""
+def _model_digest(folder: Path, adapter: list[Path]) -> str:
+    """Digest of the configuration, and of the name, the size and samples from all over each file of weights or of the
+    adapter: reading a large file takes too long, and other weights of the same shapes (a later checkpoint) differ
+    everywhere."""
     digest = xxhash.xxh3_64()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
-    for path in weight_files(folder):
+    for path in [*weight_files(folder), *adapter]:
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes} ".encode())
         with path.open("rb") as file:

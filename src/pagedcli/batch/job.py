@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagedcli import runner
-from pagedcli.batch.columns import Columns, kind_of
+from pagedcli.batch.columns import Columns, kind_of, notes_of
 from pagedcli.batch.compare import RowDifference, RowSample, run_again
 from pagedcli.batch.delimited import CsvLines
 from pagedcli.batch.fingerprint import input_fingerprint, kernel_fingerprint, run_fingerprint, run_key
@@ -29,6 +29,7 @@ from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
 from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, check_defaults, open_source, open_tokenizer
 from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.reuse import Reuse
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink, JsonLines, Sink, StreamSink
@@ -48,6 +49,7 @@ class Job:
     loaded: LoadedConfig
     input_name: str  # a path, or '-' for stdin
     output: Path | None  # None: stdout
+    is_text: bool = False  # whether the input is one prompt, whose answer a terminal shows as text
     resume: bool = False
     overwrite: bool = False
     shard: tuple[int, int] = (0, 1)  # (i, n): the rows whose index % n is i
@@ -55,6 +57,7 @@ class Job:
     summary_json: Path | None = None  # the run's last lines for machines
     record: Path | None = None  # the trace
     num_verified: int = 0  # rows to generate again at the end
+    reuse: tuple[Path, ...] = ()  # earlier outputs, whose rows are taken over
     others: Mapping[str, Path] = field(default_factory=dict)  # more files that are written: what each is -> its path
     watch: Callable[[BatchStats], None] = lambda stats: None  # receives the counts of the run, which change
 
@@ -78,6 +81,7 @@ class Job:
         config, sources = self.loaded.config, self.loaded.sources.values()
         named = {"the model": config.engine.model, "--chat-template": config.run.chat_template}
         named["the configuration"] = next((source for source in sources if not source.startswith("--")), None)
+        named |= {f"--reuse {path}": str(path) for path in self.reuse}
         files = {what: Path(name) for what, name in named.items() if name is not None and "\n" not in name}
         return input_files(self.input_name) | {what: path for what, path in files.items() if _is_file(path)}
 
@@ -129,6 +133,7 @@ class OpenJob:
         self._columns = self._format.row_columns if isinstance(self._format, ParquetRows) else columns
         self._kept = KeptColumns(self.lines, columns, in_rows=self._columns.copies)
         run = job.loaded.config.run
+        self._reuse: Reuse | None = None  # known after open_sink
         self._repeats: Repeats | None = None
         if run.deduplicate:
             if self.lines.is_live:
@@ -143,6 +148,12 @@ class OpenJob:
         self._read: InputScan | None = None  # the rows up to the limit, if they have been read
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: dict[str, str] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of the input and of earlier outputs, after open_sink."""
+        carried = self._format.carried_as if isinstance(self._format, ParquetRows) else {}
+        return [*self._kept.notes, *notes_of(carried, carried), *([] if self._reuse is None else self._reuse.notes)]
 
     def finished(self) -> RunRecord | None:
         """The record of the run, if it is being resumed and already complete. Raises: UsageError."""
@@ -177,6 +188,9 @@ class OpenJob:
         if scans is not None:
             self._read = scans[1]
             self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
+        if job.reuse:
+            settings = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
+            self._reuse = Reuse(job.reuse, settings, to_parquet=isinstance(self._format, ParquetRows))
         self._fingerprint |= input_fingerprint(scans and scans[0])
         order = job.loaded.config.run.order
         if job.output_file is None:
@@ -223,6 +237,7 @@ class OpenJob:
             num_rows=self._num_rows,
             read=self._read,
             repeats=self._repeats,
+            reuse=self._reuse,
             observe=observe,
             observe_row=observe_answers,
             stop_requested=stop_requested,
@@ -252,6 +267,4 @@ def _row_format(job: Job, lines: LineSource, columns: Columns) -> JsonLines | Cs
         raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
     if run.order == "completion":
         raise UsageError("a Parquet output is in the order of the input", hint="leave out --order completion")
-    table = ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns)
-    table.check()
-    return table
+    return ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns)

@@ -2,8 +2,8 @@
 resumed, and OUT.run.json, the record of a finished one, for `--resume` and `pagedcli merge`.
 
 Used by batch.job, batch.sinks and batch.merge. The first line of a journal is the header with the run's fingerprint;
-every further line is `{"line":"<xxh64 of the input line>","ok":true,"index":12,"row":{...}}`, in the order of
-completion. Memory: 8 bytes per row.
+every further line is `{"line":"<xxh64 of the input line>","key":"<see repeats.request_key>","ok":true,"index":12,
+"row":{...}}`, in the order of completion; earlier versions wrote no key. Memory: 8 bytes per row.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from datetime import datetime
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import msgspec
 import xxhash
@@ -36,7 +36,9 @@ from pagedcli.printable import plural
 SCHEMA_VERSION = 1
 _SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this interval; a killed process loses none
 _DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
+_KEY = slice(_DIGEST.stop + len(b'","key":"'), _DIGEST.stop + len(b'","key":"') + 32)
 _ROW = b',"row":'
+NO_KEY = bytes(16)  # of a row that no later run may take over
 _PAGE = 4096  # rows
 _MOST_FAILURES = 3  # most failures kept in memory
 _MOST_RECORDS = 100  # records of other runs that are read
@@ -61,6 +63,7 @@ class _Record(msgspec.Struct, frozen=True, gc=False):
     ok: bool
     index: int
     row: msgspec.Raw
+    key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")] = NO_KEY.hex()
 
 
 class Journal:
@@ -72,6 +75,7 @@ class Journal:
         self.num_rows = 0
         self.num_failed_rows = 0
         self.reasons: Counter[str] = Counter()  # answers that were resumed, by finish reason
+        self.keys = bytearray()  # of the rows that `rows` has given
         self.failures: list[tuple[int, str]] = []  # line and reason of the first ones that were resumed
         self._fd = file_descriptor
         self._end = os.fstat(file_descriptor).st_size
@@ -134,11 +138,12 @@ class Journal:
             )
         return True
 
-    def append(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        """Add a row; `flush` writes it."""
-        self._remember(index, self._end + self._buffered_bytes, ok=ok)
+    def append(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        """Add a row; `flush` writes it. `key`: see Sink.write."""
+        self._remember(index, self._end + self._buffered_bytes, ok=key is not None)
+        shown, ok = (key or NO_KEY).hex().encode(), b"false" if key is None else b"true"
         self._append(
-            b'{"line":"%016x","ok":%s,"index":%d,"row":%s}\n' % (line_digest, b"true" if ok else b"false", index, row)
+            b'{"line":"%016x","key":"%s","ok":%s,"index":%d,"row":%s}\n' % (line_digest, shown, ok, index, row)
         )
 
     def flush(self, *, sync: bool = False) -> None:
@@ -166,6 +171,7 @@ class Journal:
 
         Raises: PagedcliError if another program has changed the file.
         """
+        self.keys = bytearray()
         pages = ((number * _PAGE, page) for number, page in sorted(self._pages.items()))
         done = ((index, offset) for start, page in pages for index, offset in enumerate(page, start) if offset)
         with open(self._fd, "rb", closefd=False) as file:
@@ -174,6 +180,8 @@ class Journal:
                 record = file.readline()
                 if not record.endswith(b"}\n") or _ROW not in record:
                     raise self._changed()
+                has_key = record[_DIGEST.stop : _KEY.start] == b'","key":"'
+                self.keys += bytes.fromhex(record[_KEY].decode()) if has_key else NO_KEY
                 yield index, record[record.index(_ROW) + len(_ROW) : -2]
 
     @property
@@ -305,6 +313,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_failed_rows: int
     digest: str  # xxh3-128 of the lines of the output, in hex
     input: InputScan  # the rows that were read; for a shard, including those of the others
+    keys: bytes = b""  # the request_key of each row, NO_KEY of a failed one; empty: an earlier version wrote it
     fingerprint: dict[str, str]  # what determines the rows, apart from the input; see batch.fingerprint
 
     @property
@@ -327,12 +336,12 @@ def digest_of(file: BinaryIO) -> str:
     return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
-def check_unchanged(path: Path, record: RunRecord, digest: str) -> None:
+def check_unchanged(path: Path, record: RunRecord, digest: str | None) -> None:
     """Raises: PagedcliError if the rows of an output, of this digest, are not those that its run wrote."""
     if digest != record.digest:
         raise PagedcliError(
             f"{path} is not what its run wrote: {plural(record.num_rows, 'row')} with digest {record.digest}",
-            hint="copy it again; merge takes the files as they were written",
+            hint="copy it again, as it was written",
         )
 
 
@@ -434,7 +443,7 @@ def check_finished(
     """
     record = read_record(path)
     check_same_run(path, {**record.fingerprint, "order": record.order}, {**fingerprint, "order": order})
-    if _digest_of(path) != record.digest:
+    if output_digest(path) != record.digest:
         raise UsageError(
             f"{path} is not what its run wrote: another program has changed it", hint="use --overwrite, or another -o"
         )
@@ -465,8 +474,8 @@ def open_journal(path: Path, fingerprint: dict[str, str], *, resume: bool, overw
     return Journal.create(partial, fingerprint, overwrite=overwrite)
 
 
-def _digest_of(path: Path) -> str | None:
-    """None if the file is damaged."""
+def output_digest(path: Path) -> str | None:
+    """The digest of a file's rows; None if it is damaged."""
     with suppress(OSError, EOFError, zlib.error), open_rows(path) as file:
         return digest_of(file)
     return None

@@ -79,11 +79,15 @@ class ParquetSource(LineSource):
     def batches(self, columns: list[str] | None = None) -> Iterator[Any]:
         """pyarrow.RecordBatch, with all columns by default. Raises: PagedcliError if the file is damaged."""
         for path in self._paths:
-            try:
-                with _open_parquet(path) as file:
-                    yield from file.iter_batches(_READ_ROWS, columns=columns)
-            except (pa.ArrowException, OSError) as error:
-                raise PagedcliError(f"{path} is damaged: {error}") from error
+            yield from _batches(path, columns)
+
+
+def _batches(path: Path, columns: list[str] | None = None) -> Iterator[Any]:
+    try:
+        with _open_parquet(path) as file:
+            yield from file.iter_batches(_READ_ROWS, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise PagedcliError(f"{path} is damaged: {error}") from error
 
 
 def _open_parquet(path: Path) -> Any:
@@ -103,9 +107,18 @@ def _schema_of(path: Path) -> Any:
 
 def lines_of(batch: Any, columns: Columns) -> Iterator[dict[str, Any]]:
     """The lines of a record batch or a table whose columns a line may have."""
+    return (line_of(row, columns) for row in _rows_of(batch))
+
+
+def rows_of_table(path: Path) -> Iterator[dict[str, Any]]:
+    """The values of each row of a file by column. Raises: UsageError, PagedcliError."""
+    return (row for batch in _batches(path) for row in _rows_of(batch))
+
+
+def _rows_of(batch: Any) -> Iterator[dict[str, Any]]:
     names = batch.schema.names
     for row in zip(*(_values(name, batch.column(name)) for name in names), strict=True):
-        yield line_of(dict(zip(names, row, strict=True)), columns)
+        yield dict(zip(names, row, strict=True))
 
 
 def _values(name: str, column: Any) -> list[Any]:
@@ -155,16 +168,13 @@ class ParquetRows:
         """The columns of the rows: a table carries those of its input itself."""
         return self.columns if self.carried is None else replace(self.columns, keep=(), keep_all=False)
 
-    def check(self) -> None:
-        """Raises: UsageError if a carried column has the name of one that the output adds."""
-        for name in self.carried_names:
-            may_score = SCORES if {"continuations", "logprobs_from"} & set(self.carried_names) else frozenset()
-            if name in answer_schema(self.columns, self.columns.marked | may_score).names:
-                assert self.carried is not None, "it has columns"
-                raise UsageError(
-                    f"{self.carried.name} has a column {name!r}, which the output adds",
-                    hint="rename it, choose the columns to keep with --keep, or write JSONL",
-                )
+    @property
+    def carried_as(self) -> dict[str, str]:
+        """The columns of the input that the output has, each with its name there: another one where answers have it."""
+        names = self.carried_names
+        may_score = SCORES if {"continuations", "logprobs_from"} & set(names) else frozenset()
+        taken = set(answer_schema(self.columns, self.columns.marked | may_score).names)
+        return {name: f"input_{name}" if name in taken else name for name in names}
 
     def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         """Write `rows()` for the first rows of `carried` and in its order; see sinks.RowFormat."""
@@ -216,12 +226,12 @@ class ParquetRows:
         schema = answer_schema(self.columns, marked)
         answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
-        return [*carried.columns, *columns_of(answers, schema)], [*carried.column_names, *schema.names]
+        return [*carried.columns, *columns_of(answers, schema)], [*self.carried_as.values(), *schema.names]
 
 
 def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]) -> Any:
     """Name and type of each copied column, from all rows. A column with values of several types becomes text."""
-    types: dict[str, Any] = dict.fromkeys(columns.keep, pa.null())
+    types: dict[str, Any] = dict.fromkeys(columns.kept_names(()).values(), pa.null())
     rows = iter(rows)
     while columns.copies and (some := [msgspec.json.decode(row) for row in islice(rows, _READ_ROWS)]):
         for name in dict.fromkeys(name for row in some for name in row if name not in columns.reserved | marked):

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.batch.columns import SCORES, Columns, collision, names_of
+from pagedcli.batch.columns import SCORES, Columns, names_of
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
 from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
@@ -61,6 +61,7 @@ class KeptColumns:
         self._in_rows = in_rows
         self._names = set(known or ())
         self._is_looking = columns.copies
+        self.notes: list[str] = []  # about columns that have another name in the rows
         if columns.copies and self._names:
             self.check()
 
@@ -75,7 +76,7 @@ class KeptColumns:
         self._is_looking = False
         self._columns.check_found(self._names)
         if self._in_rows and self._columns.copies:
-            self._columns.check_free(self._names)
+            self.notes = self._columns.renamed(self._names)
 
 
 class FolderSource(LineSource):
@@ -210,6 +211,11 @@ class Prompts:
         """Fields without effect -> lines."""
         return dict(self._parser.ignored)
 
+    @property
+    def first_ignored(self) -> dict[str, int]:
+        """Fields without effect -> number of the first line."""
+        return self._parser.first_lines
+
     def __iter__(self) -> Iterator[BatchRow | None]:
         """None: no line has come yet. Raises: PagedcliError."""
         limit, (place, num_shards) = self._options.run.limit, self._options.shard
@@ -328,7 +334,7 @@ class Prompts:
         if self._options.no_scores is not None:
             raise RequestError("unsupported_parameter", self._options.no_scores)
         if taken := sorted(SCORES & row.kept.keys()):
-            raise RequestError("reserved_column", collision(taken[0]))
+            raise RequestError("reserved_column", f"the column {taken[0]!r} cannot be kept in a row with scores")
 
     def _with_tokens(self, rows: list[BatchRow]) -> Iterator[BatchRow]:
         """The rows with the tokens of their texts, or with the error of one that cannot be tokenized."""

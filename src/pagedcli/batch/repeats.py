@@ -31,7 +31,7 @@ def request_key(row: BatchRow) -> bytes:
         scored = prompt.scored
         wanted = scored and (scored.continuations, scored.num_bytes, scored.with_tokens)
         prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted))
-    return xxhash.xxh3_128_digest(msgspec.json.encode((row.cache_salt, prompts)))
+    return xxhash.xxh3_128_digest(msgspec.json.encode((row.shape, row.cache_salt, prompts)))
 
 
 @dataclass(slots=True)
@@ -97,12 +97,11 @@ class Repeats:
         if digest not in self._left:
             return False
         self._left[digest] -= 1
-        key = request_key(row)
         same = self._same.get(digest)
         if same is None:
-            same = self._same[digest] = self._first[index] = _Same(key, digest)
+            same = self._same[digest] = self._first[index] = _Same(row.key, digest)
             return False
-        if same.key != key:  # its draws are its own
+        if same.key != row.key:  # its draws are its own
             self._forget(digest)
             return False
         if same.outcome is not None:

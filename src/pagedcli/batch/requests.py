@@ -4,20 +4,22 @@ Used by batch.prompts. Any error in a line is a RequestError with a stable code;
 are in OpenAI's format, reduced to what a text model's chat template accepts.
 """
 
+import difflib
 import json
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from pagedcli.batch.columns import INVALID_ROW, Columns, collision
+from pagedcli.batch.columns import INVALID_ROW, Columns
 from pagedcli.batch.grammar import Guides
 from pagedcli.batch.lines import Line
 from pagedcli.batch.scoring import FIELDS as SCORE_FIELDS
 from pagedcli.batch.scoring import ScoredTokens, ScoreRequest
 from pagedcli.batch.tokenizer import StopCheckers
-from pagedcli.config import tools_problem
+from pagedcli.config import in_words, tools_problem
 from pagedcli.core.requests import FinishedRequest
 from pagedcli.core.scoring import SCORING
 from pagedcli.errors import RequestError, UsageError
@@ -185,6 +187,7 @@ class BatchRow(msgspec.Struct, eq=False):
     cache_salt: str | None = None
     error: RequestError | None = None  # why the line is invalid
     number: int | None = None  # rows that were started before; None: not started
+    key: bytes = b""  # its repeats.request_key, once it has prompts
 
     def read_head(self, document: dict[str, Any], columns: Columns) -> RequestError | None:
         """Take id, shape and kept columns from the line. Returns what is wrong with them."""
@@ -199,8 +202,6 @@ class BatchRow(msgspec.Struct, eq=False):
         known = ", ".join(_SHAPES)
         if INVALID_ROW in document:
             return RequestError("invalid_row", str(document[INVALID_ROW]))
-        if (taken := columns.taken(document)) is not None:
-            return RequestError("reserved_column", collision(taken))
         if name and self.id is None:
             return RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
         if self.shape == "plain":
@@ -218,10 +219,12 @@ _MOST_KNOWN = 1000  # different parameters that are kept: most lines of a file h
 
 
 class RequestParser:
-    """Reads what lines ask for. `ignored` counts fields that had no effect, for a note at the end."""
+    """Reads what lines ask for. For a note at the end `ignored` counts lines with fields that had no effect, and
+    `first_lines` has the first one of each."""
 
     def __init__(self, defaults: SamplingParams, *, strict: bool = False) -> None:
         self.ignored: Counter[str] = Counter()
+        self.first_lines: dict[str, int] = {}
         self._defaults = defaults
         self._default_fields = msgspec.structs.asdict(defaults)
         self._known: dict[bytes, SamplingParams] = {}  # parameters as JSON -> themselves, checked
@@ -231,20 +234,20 @@ class RequestParser:
         """Give a row the salt and the prompts of its line. Raises: RequestError with a code of this module."""
         body, shape = document, row.shape
         if shape != "plain":
-            self._check_envelope(document)
+            self._check_envelope(document, row)
             body = document["body"]
         body = {_ALIASES.get(name, name): value for name, value in body.items() if value is not None}
         if "logprobs_from" in body and "text" in body:
             if "prompt" in body:
                 raise RequestError("invalid_request", "'logprobs_from' needs 'text' or 'prompt', not both")
             body["prompt"] = body.pop("text")
-        self._check_unknown(body, plain=shape == "plain")
+        self._check_unknown(body, row)
         scoring = ScoreRequest.of(body)
         if scoring is None:
             params = self._sampling_params(body, shape)
         else:
             params = SCORING
-            self._ignore(name for name in body if name in _SAMPLING_FIELDS)
+            self._ignore((name for name in body if name in _SAMPLING_FIELDS), row)
             if shape != "plain":
                 raise RequestError("unsupported_parameter", "an OpenAI batch line cannot be scored; use a plain line")
         messages = read_messages(body["messages"]) if "messages" in body else None
@@ -271,14 +274,14 @@ class RequestParser:
         else:
             row.prompts = [new([], messages=messages)]
 
-    def _check_envelope(self, document: dict[str, Any]) -> None:
+    def _check_envelope(self, document: dict[str, Any], row: BatchRow) -> None:
         if document.get("method", "POST") != "POST":
             raise RequestError("invalid_request", f"method is {document['method']!r}, only 'POST' is known")
         if not isinstance(document.get("body"), dict):
             raise RequestError("invalid_request", "a batch line needs a 'body' that is an object")
-        self._ignore(name for name in document if name not in _ENVELOPE_FIELDS)
+        self._ignore((name for name in document if name not in _ENVELOPE_FIELDS), row)
 
-    def _check_unknown(self, body: dict[str, Any], *, plain: bool) -> None:
+    def _check_unknown(self, body: dict[str, Any], row: BatchRow) -> None:
         unknown = []
         for name, value in body.items():
             if name in _USED_FIELDS or name in _HARMLESS_FIELDS:
@@ -288,16 +291,17 @@ class RequestParser:
                     words = [word for word in harmless if isinstance(word, str) and word]
                     other = f", or use {' or '.join(words)}" if words else ""
                     raise RequestError("unsupported_parameter", f"{name!r} is not supported; leave it out{other}")
-            elif not (plain and name in _ENVELOPE_FIELDS):
+            elif row.shape != "plain" or name not in _ENVELOPE_FIELDS:
                 unknown.append(name)
-        self._ignore(unknown)
+        self._ignore(unknown, row)
 
-    def _ignore(self, names: Any) -> None:
+    def _ignore(self, names: Iterable[str], row: BatchRow) -> None:
         for name in names:
             if self._strict:
-                raise RequestError("unknown_field", f"unknown field {name!r} (--strict)")
+                raise RequestError("unknown_field", f"{without_effect(name)} (--strict)")
             if len(self.ignored) < 1000 or name in self.ignored:
                 self.ignored[name] += 1
+                self.first_lines.setdefault(name, row.line.number)
 
     def _sampling_params(self, body: dict[str, Any], shape: RowShape) -> SamplingParams:
         if _PARAM_FIELDS.isdisjoint(body):
@@ -323,10 +327,16 @@ class RequestParser:
             try:
                 params = msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
             except msgspec.ValidationError as error:
-                raise RequestError("invalid_parameter", str(error)) from error
+                raise RequestError("invalid_parameter", in_words(str(error))) from error
             if key is not None and len(self._known) < _MOST_KNOWN:
                 self._known[key] = params
         return params
+
+
+def without_effect(name: str) -> str:
+    """What to say of a field that nobody knows: `max_token has no effect: max_tokens?`."""
+    near = difflib.get_close_matches(name, sorted(_KNOWN), n=1, cutoff=0.75)
+    return f"{name} has no effect" + (f": {near[0]}?" if near and near[0] != name else "")
 
 
 def decode_line(content: bytes | None) -> dict[str, Any]:
@@ -453,7 +463,7 @@ def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
         prompts = msgspec.convert(prompt, wanted)
     except msgspec.ValidationError as error:
         raise RequestError(
-            "invalid_request", f"'prompt' must be text, token ids, or a list of either: {error}"
+            "invalid_request", f"'prompt' must be text, token ids, or a list of either: {in_words(str(error), 'it')}"
         ) from error
     if several and len(prompts) > _MAX_PROMPTS:
         raise RequestError("invalid_request", f"'prompt' has {len(prompts):,} prompts, allowed: {_MAX_PROMPTS:,}")
@@ -530,7 +540,7 @@ def _typed(body: dict[str, Any], name: str, wanted: Any, default: Any) -> Any:
     try:
         return msgspec.convert(body[name], wanted)
     except msgspec.ValidationError as error:
-        raise RequestError("invalid_request", f"{name}: {error}") from error
+        raise RequestError("invalid_request", in_words(str(error), name)) from error
 
 
 def _json_type(value: Any) -> str:

@@ -7,6 +7,7 @@ A plain line gives a plain row; an OpenAI batch line gives a row with exactly Op
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import dropwhile
 from typing import Any
 
 import msgspec
@@ -114,9 +115,18 @@ class RowWriter:
         answer = {self.columns.answer: None, "finish_reason": None, "usage": None, "error": what}
         return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **answer})
 
-    def _openai_row(
-        self, row: BatchRow, response: dict[str, Any] | None, error: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def encode_reused(self, row: BatchRow, old: bytes) -> bytes:
+        """A good row of an earlier run, with the index, id and copied columns of this one."""
+        fields = msgspec.json.decode(old, type=dict[str, msgspec.Raw])
+        self.ended.reasons.update(reasons_of(msgspec.json.decode(old)))
+        if "response" in fields:
+            key = msgspec.json.decode(fields["id"], type=str).removeprefix("batch_req_").encode()
+            response = msgspec.Raw(bytes(fields["response"]).replace(key, self._id(row).encode()))
+            return msgspec.json.encode(self._openai_row(row, response, None))
+        answer = dropwhile(lambda field: field[0] not in (self.columns.answer, "outputs"), fields.items())
+        return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **dict(answer)})
+
+    def _openai_row(self, row: BatchRow, response: Any, error: dict[str, Any] | None) -> dict[str, Any]:
         fields = {"id": f"batch_req_{self._id(row)}", "custom_id": row.id, **row.kept}
         return fields | {"response": response, "error": error}
 
@@ -330,7 +340,7 @@ class Sample(msgspec.Struct, frozen=True):
         return {name: fields.get(name) for name in Sample.__struct_fields__} | {
             "index": fields.get("index", 0),
             "text": message["content"] if "message" in fields else fields.get(answer),
-            "reasoning": message.get("reasoning_content"),
+            "reasoning": message.get("reasoning_content", message.get("reasoning")),
             "finish_reason": fields["finish_reason"],
             "tool_calls": message.get("tool_calls"),
         }
@@ -358,13 +368,13 @@ class WrittenRow(msgspec.Struct, frozen=True):
         """`answer`: the field of plain rows with the text; `index`: that of the row, if known. Raises: one of
         NOT_A_ROW."""
         fields = msgspec.json.decode(content, type=dict[str, Any])
-        body, samples = _answers(fields)
+        body, error, samples = _answers(fields)
         answer = "text" if "response" in fields else answer
         values = {
             "fields": fields,
             "id": fields["custom_id" if "response" in fields else "id"],
             "index": fields.get("index", index),
-            "error": fields["error"],
+            "error": error and error.get("error", error),  # vLLM's has one inside
             "usage": body.get("usage"),
             "metrics": body.get("metrics"),
             "samples": [Sample.values_of(sample, answer) for sample in samples],
@@ -372,17 +382,16 @@ class WrittenRow(msgspec.Struct, frozen=True):
         return msgspec.convert(values, cls)
 
 
-def _answers(fields: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the row has of usage and answers, and each of these."""
+def _answers(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, list[dict[str, Any]]]:
+    """What the row has of usage and answers, its error, and each answer."""
     body = (fields.get("response") or {}).get("body") or fields
-    if fields["error"] is not None:
-        return body, []
-    return body, fields.get("outputs") or [fields] if body is fields else body["choices"]
+    error = fields["error"] or body.get("error")  # OpenAI's failed requests have it in the body
+    return body, error, [] if error is not None else body.get("choices") or body.get("outputs") or [body]
 
 
 def reasons_of(fields: dict[str, Any]) -> list[str]:
     """Why each answer of a row ended. Raises: one of NOT_A_ROW."""
-    return [str(each["finish_reason"]) for each in _answers(fields)[1]]
+    return [str(each["finish_reason"]) for each in _answers(fields)[2]]
 
 
 class RowStatus(msgspec.Struct, frozen=True, gc=False):

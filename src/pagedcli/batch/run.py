@@ -15,8 +15,9 @@ from pagedcli import runner
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.lines import InputDigest, InputScan, Line, LineSource, as_they_come
 from pagedcli.batch.prompts import BatchOptions, Prompts
-from pagedcli.batch.repeats import Answers, Repeats
+from pagedcli.batch.repeats import Answers, Repeats, request_key
 from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.reuse import Reuse
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
@@ -80,6 +81,7 @@ class BatchResult:
     outcome: Outcome
     stats: BatchStats
     ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of lines where it had no effect
+    first_ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of the first one; may lack it
 
 
 def read_ahead(limits: Limits, given: int | None) -> int:
@@ -118,7 +120,7 @@ class BatchRun:
 
     Lines of a live source may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if
     known. `read`: the rows of the input up to the limit, if they have been read before. `repeats`: to compute equal
-    rows once.
+    rows once. `reuse`: rows that need not be computed.
     `observe` is called with the counters after each step, `observe_row` with each good row and its answers, which
     `repeats` may take from another row. `stop_requested` is called before each step, and True ends the run once the
     rows so far are written. `start_ns`: when the command began, on the engine's clock; None: now.
@@ -136,6 +138,7 @@ class BatchRun:
         num_rows: int | None = None,
         read: InputScan | None = None,
         repeats: Repeats | None = None,
+        reuse: Reuse | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         observe_row: Callable[[BatchRow, list[RowPrompt]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
@@ -167,6 +170,7 @@ class BatchRun:
         self._work = InWork(engine.limits, options.run.read_ahead)
         self._window: PrefixWindow[BatchRow] | None = PrefixWindow() if options.run.reorder == "prefix" else None
         self._repeats = repeats
+        self._reuse = reuse
         self._num_started = 0  # rows
         self._exhausted = False  # whether the input has ended, and no row of it was taken back
         most_s, start_ns = options.run.max_time, engine.clock_ns() if start_ns is None else start_ns
@@ -187,7 +191,7 @@ class BatchRun:
         else:
             self._sink.abandon()
         self._update_time(start_ns)
-        return BatchResult(outcome, self.stats, self._prompts.ignored)
+        return BatchResult(outcome, self.stats, self._prompts.ignored, self._prompts.first_ignored)
 
     def _serve(self, start_ns: int) -> Outcome:
         engine, max_errors = self._engine, self._options.run.max_errors
@@ -274,6 +278,10 @@ class BatchRun:
             return
         made_here = [each.token_ids for each in row.prompts if each.text is not None or each.scored is not None]
         self.stats.num_double_bos += sum(map(self._tokenizer.has_two_bos, made_here))
+        row.key = request_key(row)
+        if self._reuse is not None and (old := self._reuse.find(row.key)) is not None:
+            self._write_reused(row, old)
+            return
         found = False if self._repeats is None else self._repeats.take(row)
         if not isinstance(found, bool):
             self._write_duplicate(row, found)
@@ -361,7 +369,7 @@ class BatchRun:
         ]
 
     def _write_success(self, row: BatchRow, answers: list[RowPrompt]) -> None:
-        self._sink.write(row.line.index, row.line.digest, self._rows.encode_success(row, answers), ok=True)
+        self._sink.write(row.line.index, row.line.digest, self._rows.encode_success(row, answers), key=row.key)
         if self._observe_row is not None:
             self._observe_row(row, answers)
         self.stats.num_done += 1
@@ -371,6 +379,13 @@ class BatchRun:
         else:
             self.stats.num_deduplicated += 1
             self.stats.num_deduplicated_tokens += num_tokens
+
+    def _write_reused(self, row: BatchRow, old: bytes) -> None:
+        if self._repeats is not None:
+            self._repeats.leave_out(row.line.index)
+        self._sink.write(row.line.index, row.line.digest, self._rows.encode_reused(row, old), key=row.key)
+        self.stats.num_done += 1
+        self.stats.num_reused += 1
 
     def _write_duplicates(self, row: BatchRow, outcome: Answers) -> None:
         """Write the rows that have waited for the answers of this one."""
@@ -394,7 +409,7 @@ class BatchRun:
         self._write_duplicates(row, error)
 
     def _write_error(self, row: BatchRow, error: RequestError) -> None:
-        self._sink.write(row.line.index, row.line.digest, self._rows.encode_error(row, error), ok=False)
+        self._sink.write(row.line.index, row.line.digest, self._rows.encode_error(row, error), key=None)
         self.stats.fail(row.line.number, error)
 
     def _update_time(self, start_ns: int) -> None:

@@ -30,18 +30,17 @@ class RowScores:
     target: int | None  # index of the right continuation; None: not known
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "RowScores | None":
-        """The scores in a row's fields; None if it has none. Raises: as Row.of."""
+    def of(cls, fields: Mapping[str, Any], target: Any) -> "RowScores | None":
+        """The scores in a row's fields; None if it has none. `target`: see there. Raises: as Row.of."""
         if "scores" not in fields:
             return None
-        target = fields.get(TARGET)
         is_index = isinstance(target, int) and not isinstance(target, bool)
         msgspec.convert([each["logprob"] for each in fields["scores"]], list[float])
         best = msgspec.convert({name: fields["best"][name] for name in MEASURES}, dict[str, int | None])
         return cls(fields["scores"], best, target if is_index else None)
 
 
-def _shown(found: Interval) -> str:
+def interval_text(found: Interval) -> str:
     return f"{found[0]:.1%} to {found[1]:.1%}"
 
 
@@ -53,9 +52,9 @@ class BestAnswers:
     flipped: Annotated[int, "answers that differ"] = 0
     with_target: Annotated[int, "rows with a target"] = 0
     right_a: Annotated[float | None, "A right", "{:.1%}".format] = None
-    interval_a: Annotated[Interval | None, "95 %", _shown] = None
+    interval_a: Annotated[Interval | None, "95 %", interval_text] = None
     right_b: Annotated[float | None, "B right", "{:.1%}".format] = None
-    interval_b: Annotated[Interval | None, "95 %", _shown] = None
+    interval_b: Annotated[Interval | None, "95 %", interval_text] = None
 
 
 @dataclass(slots=True)

@@ -22,8 +22,6 @@ from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
 from pagedcli.printable import plural
 
-_MAX_HELD_ROWS = 10_000  # finished rows waiting in memory for an earlier one
-
 
 class Sink(ABC):
     """Takes rows in completion order."""
@@ -40,8 +38,8 @@ class Sink(ABC):
         return self.journal is not None and self.journal.holds(index, line_digest)
 
     @abstractmethod
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        """Take a row."""
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        """Take a row. `key`: its request_key; None: it has failed."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -59,8 +57,11 @@ class Sink(ABC):
 class StreamSink(Sink):
     """Writes rows to a pipe or terminal as soon as their order allows. Cannot be resumed."""
 
-    def __init__(self, stream: BinaryIO, *, order: Order, step: int = 1, first_index: int = 0) -> None:
+    def __init__(
+        self, stream: BinaryIO, *, order: Order, step: int = 1, first_index: int = 0, most_held: int = 10_000
+    ) -> None:
         self._stream = stream
+        self._most_held = most_held  # finished rows that wait in memory for an earlier one
         self._order = order
         self._step = step
         self._next_index = first_index
@@ -68,9 +69,9 @@ class StreamSink(Sink):
 
     @property
     def full(self) -> bool:
-        return len(self._held) >= _MAX_HELD_ROWS
+        return len(self._held) >= self._most_held
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         if self._order == "completion":
             self._stream.write(row + b"\n")
             return
@@ -128,8 +129,8 @@ class FileSink(Sink):
         self._order = order
         self._format = rows_format or JsonLines()
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        self.journal.append(index, line_digest, row, ok=ok)
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        self.journal.append(index, line_digest, row, key=key)
 
     def flush(self) -> None:
         self.journal.flush()
@@ -172,6 +173,7 @@ class FileSink(Sink):
                 digest=digest,
                 input=read,
                 fingerprint=decisive,
+                keys=bytes(journal.keys),
             )
             write_record(self.path, record)
 

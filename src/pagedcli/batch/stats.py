@@ -78,6 +78,7 @@ class BatchStats:
     num_stopped: int = 0  # sequences of this run's rows that ended by themselves, before their limit
     num_row_tokens: int = 0  # generated tokens in the rows of this run; dropped beams and failed rows have others
     num_deduplicated: int = 0  # rows of this run with the answers of an equal one (--deduplicate)
+    num_reused: int = 0  # rows of this run that an earlier output had (--reuse)
     num_double_bos: int = 0  # prompts made of text here that begin with two BOS tokens
     num_deduplicated_tokens: int = 0  # generated tokens in these, which num_row_tokens leaves out
     elapsed_s: float = 0.0

@@ -26,7 +26,7 @@ _IDLE_WAIT_S = 0.05  # how soon an idle engine sees a new row or the end
 class Receiver(Protocol):
     """Receives the rows of a batch or a part, in completion order, in the engine's thread."""
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None: ...
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None: ...
 
     def flush(self) -> None:
         """All rows of an engine step have been written."""
@@ -128,10 +128,10 @@ class RowStream(Sink):
 
     # ------------------------------------------------------------------ the sink of the run
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         with self._lock:
             receiver = self._receivers.pop(index)
-        receiver.write(index, line_digest, row, ok=ok)
+        receiver.write(index, line_digest, row, key=key)
         self._written.add(receiver)
 
     def flush(self) -> None:

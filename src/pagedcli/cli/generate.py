@@ -11,11 +11,12 @@ import yaml
 
 from pagedcli import show
 from pagedcli.batch.job import Job
+from pagedcli.batch.lines import file_of_prompt
 from pagedcli.cli.cluster import run_cluster_job
 from pagedcli.cli.dump_kv import Dump, table_width
 from pagedcli.cli.notify import notifying
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
-from pagedcli.cli.run_flags import GenerateOptions, ShownFormat
+from pagedcli.cli.run_flags import GenerateOptions, ShownFormat, is_prompt
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
@@ -28,13 +29,14 @@ from pagedcli.trace.files import TraceWriter
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
 def generate(options: GenerateOptions, *, flags: Flags) -> None:
-    """Generate from a JSONL file of prompts.
+    """Generate from a JSONL file of prompts, or from one prompt.
 
     Each line is {"prompt": "..."}, {"messages": [...]} or an OpenAI batch line, and may set max_tokens, temperature, n
     and more for itself; a bad line becomes an error row. Rows go to stdout or to -o, all else to stderr.
 
     \b
     Examples:
+      pagedcli generate "Once upon a time"
       pagedcli generate prompts.jsonl -o out.jsonl
       pagedcli generate prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
       cat prompts.jsonl | pagedcli generate - | jq -r .text
@@ -44,6 +46,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     Exit codes: 0 success, 1 fatal, 2 wrong usage, 3 error rows, 130 interrupted.
     """  # fmt: skip
     loaded = load_config(options.config, flags)
+    if is_text := options.prompts is not None and is_prompt(options.prompts):
+        options = replace(options, prompts=file_of_prompt(options.input_name))
     if options.show_config:
         _show_config(loaded, options.format_)
         return
@@ -58,6 +62,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         loaded,
         options.input_name,
         None if options.output_file in (None, "-") else Path(str(options.output_file)),
+        is_text=is_text,
         resume=options.resume,
         overwrite=options.overwrite,
         shard=parse_shard(options.shard),
@@ -65,6 +70,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         summary_json=options.summary_json,
         record=options.record,
         num_verified=options.verify,
+        reuse=tuple(options.reuse or ()),
         others={} if dump_files is None else dump_files.paths,
     )
     with notifying(options.notify, options.input_name, str(options.output_file or "-")) as ending:
@@ -101,10 +107,10 @@ def _run_job(
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
     if job.output is None:
         raise UsageError("--ray writes a folder of parts: specify it with -o")
-    unsupported = options.dump_kv is not None or options.kv_events is not None
+    unsupported = options.dump_kv is not None or options.kv_events is not None or job.reuse
     if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1) or job.num_verified:
         raise UsageError(
-            "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --shard or --verify"
+            "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --reuse, --shard or --verify"
         )
     run = job.loaded.config.run
     if run.deduplicate:

@@ -32,7 +32,7 @@ _LESS_MEMORY = "lower --kv-cache-memory, --max-num-seqs or --max-num-batched-tok
 # name -> its group and line in `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
     "generate": ("Run", "Generate from a JSONL file of prompts."),
-    "verify": ("Run", "Compare two outputs row by row."),
+    "verify": ("Run", "Compare outputs row by row."),
     "merge": ("Run", "Merge the outputs of all shards of a run."),
     "trace": ("Look inside", "Watch the KV cache of a run, live or recorded."),
     "explain": ("Look inside", "Explain why prefixes of a run were found or missed."),
@@ -45,7 +45,7 @@ COMMANDS = {
     "doctor": ("This machine", "Check what this machine supports, and test it."),
     "bench": ("This machine", "Measure speed and compare it with the machine's limits."),
     "store": ("This machine", "Manage the prefix cache on disk (--prefix-store)."),
-    "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
+    "learn": ("Learn", "Learn how a paged KV cache works, in eleven lessons."),
 }
 # old names of commands, for one version -> what stands for them
 RENAMED = {"replay": ("trace",), "report": ("explain", "-o", "report.html")}
@@ -286,7 +286,7 @@ def pagedcli(
 ) -> None:
     """LLM batch generation and KV-cache inspection.
 
-    Begin: echo '{"prompt": "Once upon a time"}' | pagedcli generate -
+    Begin: pagedcli generate "Once upon a time"
 
     pagedcli generate prompts.jsonl -o out.jsonl
     """

@@ -1,6 +1,8 @@
 """Flags of `generate` for files and inspection, some of them shared with `trace`; those of the configuration are in
 cli.options."""
 
+import os
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,9 @@ _file, _inspection, _cluster = (
 
 
 ShownFormat = Literal["table", "json", "csv", "md", "yaml"]
-_INPUT_HELP = "JSONL, CSV, TSV or Parquet, or a folder; - is stdin."
+_INPUT_HELP = "JSONL, CSV, TSV or Parquet, or a folder; - is stdin. A text with spaces is one prompt."
+_NAMES_FILE = re.compile(r"/|\.(jsonl?|ndjson|csv|tsv|parquet|txt|gz|zst)$", re.IGNORECASE)
+_REUSE_HELP = "Take over the rows of an earlier output that asked for the same. May be repeated."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
 _ALL_HELP = "Also print row times, cache losses and waste, and what rows waited for."
 _VERIFY_HELP = "Generate N rows again at the end, each alone, and compare tokens and log-probabilities."
@@ -39,6 +43,11 @@ RecordTokens = Annotated[
 NoIds = Annotated[bool, _inspection("--no-ids", help="Leave row ids out of the trace, e.g. if they are private.")]
 
 
+def is_prompt(text: str) -> bool:
+    """Whether the argument of `generate` is a prompt, not the name of its file."""
+    return len(text.split()) > 1 and _NAMES_FILE.search(text) is None and not os.path.exists(text)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """The flags of `generate` itself."""
@@ -47,6 +56,7 @@ class GenerateOptions:
     output_file: Annotated[str | None, _file("-o", "--output-file", help="Output file. Default: - (stdout).")] = None
     resume: Resume = False
     overwrite: Overwrite = False
+    reuse: Annotated[list[Path] | None, _file(metavar="OLD.jsonl", help=_REUSE_HELP)] = None
     shard: Annotated[str, _file(metavar="I/N", help=_SHARD_HELP, show_default=True)] = "1/1"
     metrics: Annotated[
         Path | None, _inspection(help="Write the run's counters to this file, for Prometheus.", metavar="FILE.prom")

@@ -13,6 +13,7 @@ from pagedcli.answers.served import ServedRequests
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.journal import RunRecord
+from pagedcli.batch.rows import WrittenRow
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
@@ -30,7 +31,7 @@ from pagedcli.cli.summary import (
 from pagedcli.errors import EXIT_BAD_ROWS, EXIT_FATAL, UsageError
 from pagedcli.events import Emit
 from pagedcli.planning.step_time import TimeKey
-from pagedcli.printable import plural
+from pagedcli.printable import plural, printable
 from pagedcli.process import EXIT_INTERRUPTED, nothing_to_collect, on_signals
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say, say_notes, say_wrapped
@@ -66,7 +67,8 @@ def run_job(
         work.load_tokenizer()  # imports transformers
     if (record := work.finished()) is not None:
         return _say_complete(job, record)
-    sink = work.open_sink(_stdout())
+    sink = work.open_sink(_stdout(job))
+    say_notes(work.notes)
     if sink.journal is not None and sink.journal.num_rows:
         say(f"resuming: {plural(sink.journal.num_rows, 'row')} done")
     with _load_engine(job, sink, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns) as engine:
@@ -229,8 +231,24 @@ def _load_engine(
     return engine
 
 
-def _stdout() -> BinaryIO:
-    return cast(BinaryIO, TerminalJson(sys.stdout.buffer)) if sys.stdout.isatty() else sys.stdout.buffer
+def _stdout(job: Job) -> BinaryIO:
+    stream = sys.stdout.buffer
+    if not sys.stdout.isatty():
+        return stream
+    answer = job.loaded.config.run.output_field
+    return cast(BinaryIO, TerminalTexts(stream, answer) if job.is_text else TerminalJson(stream))
+
+
+class TerminalTexts(TerminalJson):
+    """What rows have in the column `answer`, for a terminal."""
+
+    def __init__(self, stream: BinaryIO, answer: str) -> None:
+        super().__init__(stream)
+        self._answer = answer
+
+    def write(self, line: bytes) -> int:
+        texts = [sample.text for sample in WrittenRow.of(line, self._answer).samples]
+        return self._stream.write("".join(f"{printable(text or '')}\n" for text in texts).encode())
 
 
 class StopRequest:

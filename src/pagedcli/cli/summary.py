@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pagedcli import __version__, answers, views
+from pagedcli.batch.requests import without_effect
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, Endings, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
@@ -99,6 +100,7 @@ def say_summary(result: BatchResult) -> None:
         say_wrapped(failed)
     rows = f"{_ENDINGS[result.outcome]}{plural(stats.num_finished, 'row')} in {run_text(stats.elapsed_s)}"
     rows += f" ({stats.num_resumed:,} of them from the journal)" if stats.num_resumed else ""
+    rows += f" ({stats.num_reused:,} of them from earlier outputs)" if stats.num_reused else ""
     rows += "" if stats.num_finished_failed else ", none failed"
     rows += "".join(f", {each}" for each in _cut_short(stats.ended))
     if not facts.num_prompt_tokens:
@@ -172,7 +174,8 @@ def say_odd(result: BatchResult) -> None:
         what = "the tokenizer or the chat template adds one itself, so leave it out of the text"
         say_wrapped(f"note: {plural(num_double, 'prompt')} with two BOS tokens at the start: {what}")
     for name, count in sorted(result.ignored.items()):
-        say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
+        first = f"line {result.first_ignored[name]:,}: " if name in result.first_ignored else ""
+        say_wrapped(f"note: {first}{without_effect(name)} (in {plural(count, 'line')}; --strict refuses it)")
 
 
 def _findings_document(findings: "views.whole_run.Findings") -> dict[str, object]:
@@ -183,6 +186,7 @@ def _findings_document(findings: "views.whole_run.Findings") -> dict[str, object
         "longest_shared_prefix_tokens": facts.longest_shared,
         "ideal_hit_rate": facts.num_ideal_tokens / looked_up if looked_up else None,
         "ideal_of_newest_tokens": facts.ideal_of,
+        "admitted_blocks": dict(facts.admitted) or None,
         "lost_tokens": {words: count for count, words in findings.lost()},
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,
@@ -215,6 +219,7 @@ def write_summary(
         "rows_failed": stats.num_finished_failed,
         "rows_resumed": stats.num_resumed,
         "rows_deduplicated": stats.num_deduplicated,
+        "rows_reused": stats.num_reused,
         "error_codes": dict(stats.error_codes),
         "ignored_fields": result.ignored,
         "finish_reasons": dict(stats.ended.reasons),

@@ -1,7 +1,7 @@
 """`pagedcli verify`: whether two outputs are the same, row by row, and where they diverge."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -10,7 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from pagedcli.batch.compare import ComparedRow, RowDifference, compare, pairs, read_rows
-from pagedcli.batch.score_comparison import BestAnswers, LogitComparison, LogitMeasure, ScoreComparison
+from pagedcli.batch.score_comparison import (
+    TARGET,
+    BestAnswers,
+    Interval,
+    LogitComparison,
+    LogitMeasure,
+    ScoreComparison,
+    interval,
+    interval_text,
+)
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
 from pagedcli.printable import capitalized, plural
@@ -32,35 +41,39 @@ _MEANINGS = {
 }
 
 
+_Outputs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="OUTPUT", help="JSONL (also .gz), CSV or Parquet of generate, or a batch output of OpenAI or vLLM."
+    ),
+]
+_ByOrder = Annotated[bool, typer.Option("--by-order", help="Match rows by position instead of by id.")]
+_TOLERANCE_HELP = "Largest difference of log-probabilities that counts as equal."
+_Tolerance = Annotated[float, typer.Option("--tolerance", metavar="X", min=0, help=_TOLERANCE_HELP)]
+_LOGITS_HELP = "Compare the log-probabilities of the prompts' tokens instead of the outputs."
+_TEXT_HELP, _KEEP_HELP = "Field of plain rows that holds the text.", "Column of the rows with the right answer."
+
+
 def verify(
-    a: Annotated[Path, typer.Argument(metavar="A.jsonl", help="Output of a run (also .gz).")],
-    b: Annotated[Path, typer.Argument(metavar="B.jsonl", help="Output of another run.")],
+    files: _Outputs,
     *,
-    by_order: Annotated[bool, typer.Option("--by-order", help="Match rows by position instead of by id.")] = False,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            "--tolerance", metavar="X", min=0, help="Largest difference of log-probabilities that counts as equal."
-        ),
-    ] = 0.0,
-    logits: Annotated[
-        bool,
-        typer.Option("--logits", help="Compare the log-probabilities of the prompts' tokens instead of the outputs."),
-    ] = False,
-    output_field: Annotated[
-        str, typer.Option("--output-field", metavar="NAME", help="Field of plain rows that holds the text.")
-    ] = "text",
+    by_order: _ByOrder = False,
+    tolerance: _Tolerance = 0.0,
+    logits: Annotated[bool, typer.Option("--logits", help=_LOGITS_HELP)] = False,
+    output_field: Annotated[str, typer.Option("--output-field", metavar="NAME", help=_TEXT_HELP)] = "text",
+    keep: Annotated[str, typer.Option("--keep", metavar="NAME", help=_KEEP_HELP)] = TARGET,
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """Compare two outputs row by row: tokens, texts, finish reasons, and log-probabilities to the last bit.
+    """Compare two or more outputs row by row: tokens, texts, finish reasons, and log-probabilities to the last bit.
 
     Rows match by id; rows without an id by their index in the input. Where a row differs, the position of the first
-    different token is shown with the text on either side of |. Token counts of the prefix cache, ids and times of the
-    run are not compared. Tokens are compared by id where both files have token_ids, otherwise by text.
+    different token is shown with the text on either side of |. More than two files are compared with the first, in one
+    table. Token counts of the prefix cache, ids and times of the run are not compared. Tokens are compared by id where
+    both files have token_ids, otherwise by text.
 
     For rows with scores of continuations it shows how many answers flipped and how far log-probabilities differ. If
-    rows have the index of the right continuation in the column `target` (--keep target), it also shows how often
-    each file is right: what other weights cost.
+    rows have the right answer, or the index of the right continuation, in a column (`target`, or that of --keep), it
+    also shows how often each file is right: what other weights cost.
 
     --logits shows what quantized weights or caches cost, from prompts with prompt_logprobs: perplexities, how often the
     likeliest token is the same, and the KL divergence of B from A. Rows list only the likeliest tokens, so the
@@ -73,36 +86,72 @@ def verify(
       pagedcli generate prompts.jsonl -o b.jsonl --output-token-ids --logprobs 3 --max-num-seqs 1
       pagedcli verify a.jsonl b.jsonl
       pagedcli verify cpu.jsonl gpu.jsonl --tolerance 0.01
+      pagedcli verify ours.jsonl vllm.jsonl
       pagedcli verify bf16.jsonl int4.jsonl    (rows of `generate questions.jsonl --keep target`)
+      pagedcli verify a.jsonl b.csv c.parquet --keep label
 
       pagedcli verify bf16.jsonl int4.jsonl --logits      (both of `generate texts.jsonl --prompt-logprobs 100`)
 
     Exit codes: 0 all rows are equal, or with --logits compared, 1 rows differ, 2 a file cannot be compared.
     """
-    _check_files(a, b)
-    rows = [read_rows(path, answer=output_field, by_order=by_order) for path in (a, b)]
+    a, *others = files
+    if not others or (logits and len(others) > 1):
+        raise UsageError(f"{'--logits compares' if others else 'verify needs'} two outputs, got {len(files)}")
+    _check_files(*files)
+
+    def rows(path: Path) -> Iterator[ComparedRow]:
+        return read_rows(path, answer=output_field, by_order=by_order, target=keep)
+
     if logits:
-        _compare_logits(pairs(*rows), format_)
+        _compare_logits(pairs(rows(a), rows(others[0])), format_)
         return
-    found = _Comparison(tolerance)
-    for first, second in pairs(*rows):
-        found.add(first, second)
-    tables, story = found.tables(), [found.answer()]
-    if format_ is Format.TABLE and not found.differences:  # the answer has all counts
-        story += tables.pop(0).notes
-    print_tables(tables, format_, facts=found.facts(), story=story)
-    raise typer.Exit(EXIT_DIFFERENT if found.differences else 0)
+    found = [_Comparison(tolerance) for _ in others]
+    for path, each in zip(others, found, strict=True):
+        for both in pairs(rows(a), rows(path)):
+            each.add(*both)
+    _print_comparisons(files, found, format_)
+    raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
 
 
 def _check_files(*paths: Path) -> None:
     for path in paths:
         if not path.exists():
-            raise UsageError(f"there is no {path}", hint="verify compares two outputs of pagedcli generate or merge")
-        if not path.is_file() or path.suffix.lower() in (".csv", ".parquet"):
-            raise UsageError(
-                f"cannot compare {path}: this is not a file of JSONL rows",
-                hint="write the rows with generate -o out.jsonl; pagedcli merge joins the parts of a --ray run",
-            )
+            raise UsageError(f"there is no {path}", hint="verify compares outputs of pagedcli generate or merge")
+        if not path.is_file():
+            hint = "pagedcli merge joins the parts of a --ray run"
+            raise UsageError(f"cannot compare {path}: this is not a file of rows", hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFile:
+    """One of several outputs, compared with the first one."""
+
+    file: str
+    rows: int  # in either file
+    equal: int | None = None  # rows; None: it is the first file
+    answers_differ: Annotated[int | None, "answers that differ"] = None
+    with_target: Annotated[int, "rows with a target"] = 0
+    right: Annotated[float | None, "right", "{:.1%}".format] = None
+    interval: Annotated[Interval | None, "95 %", interval_text] = None
+
+
+def _print_comparisons(files: list[Path], found: "list[_Comparison]", format_: Format) -> None:
+    """One line per file; of two files what differs, too."""
+    rows = [ComparedFile(str(files[0]), found[0].num_rows, None, None, *found[0].accuracy(0))]
+    for path, each in zip(files[1:], found, strict=True):
+        equal = each.num_rows - each.kinds.total()
+        rows.append(ComparedFile(str(path), each.num_rows, equal, each.num_other_answers, *each.accuracy(1)))
+    columns = "file rows equal answers_differ" + " with_target right interval" * any(row.with_target for row in rows)
+    all_files, of_two = table(ComparedFile, "files", "Files", rows, columns), found[0]
+    if len(found) > 1:
+        differ = "; ".join(f"{row.file} {row.answers_differ:,} of {row.rows:,}" for row in rows[1:])
+        print_tables([all_files], format_, story=[f"Answers that differ from those of {files[0]}: {differ}."])
+        return
+    tables, story = of_two.tables(), [of_two.answer()]
+    if format_ is Format.TABLE and not of_two.differences:  # the answer has all counts
+        story += tables.pop(0).notes
+    tables += [all_files] if of_two.num_targets and not of_two.scores.num_rows else []
+    print_tables(tables, format_, facts=of_two.facts(), story=story)
 
 
 def _compare_logits(rows: Iterable[tuple[ComparedRow | None, ComparedRow | None]], format_: Format) -> None:
@@ -153,6 +202,9 @@ class _Comparison:
     scores: ScoreComparison = field(default_factory=ScoreComparison)
     largest_delta: float = 0.0
     differences: list[RowDifference] = field(default_factory=list)
+    num_other_answers: int = 0  # rows with another text, or another best continuation, in B
+    num_targets: int = 0  # rows whose right answer is known
+    num_right: list[int] = field(default_factory=lambda: [0, 0])  # rows in A and B
 
     def add(self, a: ComparedRow | None, b: ComparedRow | None) -> None:
         self.num_rows += 1
@@ -166,6 +218,8 @@ class _Comparison:
             if a.scores is not None and b.scores is not None and len(a.scores.scores) == len(b.scores.scores):
                 self.scores.add(a.scores, b.scores)
             samples = list(zip(a.samples, b.samples, strict=False))
+            self.num_other_answers += a.answers != b.answers
+            self._add_target(a, b)
             self.num_with_ids += any(x.token_ids is not None and y.token_ids is not None for x, y in samples)
             self.num_with_logprobs += any(x.logprobs is not None and y.logprobs is not None for x, y in samples)
         if difference is not None:
@@ -173,6 +227,21 @@ class _Comparison:
             self.largest_delta = max(self.largest_delta, difference.logprob_delta or 0.0)
             if len(self.differences) < _MAX_LISTED:
                 self.differences.append(difference)
+
+    def _add_target(self, a: ComparedRow, b: ComparedRow) -> None:
+        """Count two rows if one of them has the target."""
+        target = b.target if a.target is None else a.target
+        if target is not None:
+            self.num_targets += 1
+            for place, row in enumerate((a, b)):
+                self.num_right[place] += row.answers[:1] == [str(target).strip()]
+
+    def accuracy(self, place: int) -> tuple[int, float | None, Interval | None]:
+        """Of A (0) or B (1): the rows with a target, the share of right ones, and its interval."""
+        if not self.num_targets:
+            return 0, None, None
+        num_right = self.num_right[place]
+        return self.num_targets, num_right / self.num_targets, interval(num_right, self.num_targets)
 
     def facts(self) -> dict[str, Any]:
         num_different = self.kinds.total()

@@ -9,7 +9,7 @@ from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path, read_record
-from pagedcli.batch.parquet import ParquetRows, ParquetSource
+from pagedcli.batch.parquet import ParquetSource
 from pagedcli.batch.prompts import KeptColumns, Prompts, batch_options, limits_without_pool, open_source, open_tokenizer
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.distributed.parts import PartFolder, weigh_rows
@@ -26,8 +26,6 @@ def prepare(job: Job, folder: PartFolder, num_workers: int) -> dict[str, int]:
     if lines.is_live:
         raise UsageError("--ray needs a file or folder as input, because it reads it more than once")
     kept = KeptColumns(lines, columns, in_rows=not isinstance(lines, ParquetSource))
-    if isinstance(lines, ParquetSource):
-        ParquetRows(lines, columns).check()
     model = model_folder(config.engine)
     tokenizer = open_tokenizer(config, model)
     scans = lines.scan(config.run.limit, observe=kept.add)

@@ -115,7 +115,7 @@ class _Batch:
         if not lines:
             self.rows.set_result([])
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         self._done[index] = row
         self._num_left -= 1
 

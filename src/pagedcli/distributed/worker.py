@@ -131,7 +131,7 @@ class _PartRun:
         return self.sink.holds(self._places[each.line.index], each.line.digest)
 
     def write_error(self, each: PartLine, row: bytes) -> None:
-        self.sink.write(self._places[each.line.index], each.line.digest, row, ok=False)
+        self.sink.write(self._places[each.line.index], each.line.digest, row, key=None)
 
     def expect(self, num_rows: int) -> None:
         """Announce the number of rows that will be submitted."""
@@ -147,8 +147,8 @@ class _PartRun:
 
     # ------------------------------------------------------------------ called by the engine's thread
 
-    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        self.sink.write(self._places[index], line_digest, row, ok=ok)
+    def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
+        self.sink.write(self._places[index], line_digest, row, key=key)
         self._num_left -= 1
 
     def flush(self) -> None:
