@@ -26,7 +26,7 @@ from typing import Annotated, BinaryIO, Literal
 import msgspec
 import xxhash
 
-from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
+from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run, settings_that_differ
 from pagedcli.batch.lines import InputDigest, InputScan, LineSource
 from pagedcli.batch.rows import NOT_A_ROW, reasons_of
 from pagedcli.errors import PagedcliError, UsageError
@@ -377,19 +377,15 @@ def read_record(path: Path) -> RunRecord:
     return record
 
 
-# what decides the tokens of prompts, and their K and V
-_OF_PROMPTS = (
-    *("model files", "dtype", "quantization", "kv_cache_dtype", "load_format", "tokenizer", "chat_template", "shard"),
-    *("system_prompt", "field", "run.template", "run.messages", "run.tools"),
-)
-
-
 def earlier_output(path: Path, read: InputScan, fingerprint: dict[str, str]) -> Path | None:
     """An output in the same folder, or the one that is to be replaced, whose run had the same prompts and model."""
+    of_answers = frozenset(name for name in fingerprint if name.startswith(("sampling.", "seed", "input")))
     for each in islice(path.parent.glob("*.run.json"), _MOST_RECORDS):
         with suppress(UsageError):
             record = read_record(output := each.with_name(each.name.removesuffix(".run.json")))
-            if record.input == read and all(record.fingerprint.get(k) == fingerprint.get(k) for k in _OF_PROMPTS):
+            if record.input == read and not settings_that_differ(
+                record.fingerprint, fingerprint, apart_from=of_answers
+            ):
                 return output
     return None
 

@@ -173,7 +173,7 @@ def _not_kept(work: OpenJob, engine: "runner.LLMEngine", served: ServedRequests,
         f"The run of {work.earlier} had the same prompts, but its KV cache ended with it: --prefix-store DIR keeps what"
         f" prompts share, up to {num_shared:,} of the {computed} computed here."
     )
-    return [told] if num_shared >= WORTH_SAYING * num_computed else []
+    return [told] if num_shared > WORTH_SAYING * num_computed else []
 
 
 def _rows_differ(work: OpenJob, engine: "runner.LLMEngine") -> bool:
