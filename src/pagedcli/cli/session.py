@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import BinaryIO, cast
 
 from pagedcli import answers, runner, views
-from pagedcli.answers.cures import LEAST_TIMED_S, WORTH_SAYING
 from pagedcli.answers.served import ServedRequests
 from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.job import Job, OpenJob
@@ -164,6 +163,8 @@ def _cures(
 
 def _not_kept(work: OpenJob, engine: "runner.LLMEngine", served: ServedRequests, stats: BatchStats) -> list[str]:
     """Why a run was not faster although an earlier one had the same prompts, if a store would have kept enough."""
+    from pagedcli.answers.cures import LEAST_TIMED_S, WORTH_SAYING
+
     plan, num_computed = engine.plan, stats.facts.num_prompt_tokens - stats.facts.num_cached_tokens
     can_keep = plan.in_one_call and stats.facts.prefix_caching and not plan.limits.has_states
     if work.earlier is None or engine.config.prefix_store or not can_keep or stats.elapsed_s < LEAST_TIMED_S:
