@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-import yaml
 
-from pagedcli.config_keys import check_ranges, flag_name, key, keys_of
+from pagedcli.config_keys import check_ranges, flag_name, from_json, from_yaml, key, keys_of
 from pagedcli.errors import ConfigError, ParameterError
 from pagedcli.events import Eviction, Speculation
 from pagedcli.files import read_whole
@@ -28,7 +27,7 @@ InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
 Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]
 BUILTIN_MODEL = "builtin"
-_MOST_YAML_BYTES, _MOST_YAML_VALUES = 2**20, 100_000
+_MOST_YAML_BYTES = 2**20
 _MOST_FILE_BYTES = 2**24  # largest @FILE: as much as a line of input may have
 _model, _cache, _batching, _rows = (partial(key, panel) for panel in ("Model", "KV cache", "Batching", "Rows"))
 
@@ -365,8 +364,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         check_ranges(self)
         if self.tools is not None and (problem := tools_problem(self.tools)) is not None:
             raise ParameterError(problem)
-        if self.calibration is not None and not all(each > 0 for each in self.calibration.values()):
-            raise ParameterError("calibration has a temperature that is not above 0")
 
 
 def tools_problem(tools: object) -> str | None:
@@ -456,7 +453,7 @@ def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
             raise ConfigError(f"{place}: cannot be read: {error.strerror}", hint=hint) from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
-    read = _from_yaml if reads == "yaml" else _from_json
+    read = from_yaml if reads == "yaml" else from_json
     document[section][name] = value.removesuffix("\n") if reads == "text" else read(value, place)
     _check_unicode(document[section][name], place)
     if dotted == "sampling.response_format":
@@ -481,54 +478,12 @@ def _check_unicode(value: Any, place: str) -> None:
         raise ConfigError(f"{place} is not UTF-8: it has {half!r}, which is not a character") from error
 
 
-def _from_json(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{place}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}",
-            hint="give JSON, or @ and the name of a file with JSON",
-        ) from error
-    except (RecursionError, ValueError) as error:  # nested too deeply, a number of 5,000 digits
-        raise ConfigError(f"{place} is not usable JSON: {str(error).partition(';')[0]}") from error
-
-
 def _response_format(value: Any, place: str) -> dict[str, Any]:
     """OpenAI's response_format; a JSON schema becomes one."""
     if not isinstance(value, dict):
         raise ConfigError(f"{place} must hold a JSON object: a schema, or OpenAI's response_format")
     is_openai = value.get("type") in ("text", "json_object", "json_schema")
     return value if is_openai else {"type": "json_schema", "json_schema": {"schema": value}}
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that occurs twice: PyYAML silently takes the last one."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for name, _ in node.value:
-            if not isinstance(name, yaml.ScalarNode):
-                continue
-            if name.value in seen:
-                problem = f"the key {name.value!r} occurs twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
-            seen.add(name.value)
-        return node
-
-
-def _from_yaml(text: str, place: str) -> Any:
-    try:
-        value = yaml.load(text, _OnceLoader)
-        if _num_values(value, {}) > _MOST_YAML_VALUES:
-            raise ConfigError(f"{place} has over {_MOST_YAML_VALUES:,} values: not a configuration")
-    except RecursionError as error:
-        raise ConfigError(f"{place} is nested too deeply: not a configuration") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{place} is not valid YAML: {error}") from error
-    except ValueError as error:  # a number of 5,000 digits, the 32nd of a month
-        raise ConfigError(f"{place} is not valid YAML: {str(error).partition(';')[0]}") from error
-    return value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -538,7 +493,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    document = _from_yaml(text, str(path))
+    document = from_yaml(text, str(path))
     document = {} if document is None else document
     if not isinstance(document, dict) or not all(
         isinstance(document.get(section), dict | None) for section in Config.__struct_fields__
@@ -548,16 +503,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             hint="sections: " + ", ".join(Config.__struct_fields__),
         )
     return {section: values if isinstance(values, dict) else {} for section, values in document.items()}
-
-
-def _num_values(value: Any, known: dict[int, int]) -> int:
-    """How many values a document has with all aliases written out. Raises: RecursionError if it contains itself."""
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) not in known:
-        each_value = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_num_values(each, known) for each in each_value)
-    return known[id(value)]
 
 
 def _leaf_keys(document: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -1,16 +1,19 @@
-"""What a configuration key means, its range and its flag, written once where a struct declares its type and default.
+"""What a configuration key means, its range and its flag, written once where a struct declares its type and default;
+and how the text of a value is read.
 
 Used by config and sampling_params, which declare keys, and by cli.options, which makes flags of them.
 """
 
 import functools
+import json
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_type_hints
 
 import msgspec
+import yaml
 
-from pagedcli.errors import ParameterError
+from pagedcli.errors import ConfigError, ParameterError
 
 MOST = 2**40  # limit of any number without one of its own: sums of a few fit into 64 bits
 
@@ -106,3 +109,62 @@ def _bounded(struct: type[msgspec.Struct]) -> tuple[tuple[str, ConfigKey], ...]:
 
 def _number(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+# ---------------------------------------------------------------------- texts
+
+_MOST_YAML_VALUES = 100_000
+
+
+def from_json(text: str, place: str) -> Any:
+    """The value of a JSON text. Raises: ConfigError that says where the text is from."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{place}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}",
+            hint="give JSON, or @ and the name of a file with JSON",
+        ) from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, a number of 5,000 digits
+        raise ConfigError(f"{place} is not usable JSON: {str(error).partition(';')[0]}") from error
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that occurs twice: PyYAML silently takes the last one."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                continue
+            if name.value in seen:
+                problem = f"the key {name.value!r} occurs twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
+            seen.add(name.value)
+        return node
+
+
+def from_yaml(text: str, place: str) -> Any:
+    """The value of a YAML text. Raises: ConfigError that says where the text is from."""
+    try:
+        value = yaml.load(text, _OnceLoader)
+        if _num_values(value, {}) > _MOST_YAML_VALUES:
+            raise ConfigError(f"{place} has over {_MOST_YAML_VALUES:,} values: not a configuration")
+    except RecursionError as error:
+        raise ConfigError(f"{place} is nested too deeply: not a configuration") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place} is not valid YAML: {error}") from error
+    except ValueError as error:  # a number of 5,000 digits, the 32nd of a month
+        raise ConfigError(f"{place} is not valid YAML: {str(error).partition(';')[0]}") from error
+    return value
+
+
+def _num_values(value: Any, known: dict[int, int]) -> int:
+    """How many values a document has with all aliases written out. Raises: RecursionError if it contains itself."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        each_value = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_num_values(each, known) for each in each_value)
+    return known[id(value)]

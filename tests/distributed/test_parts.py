@@ -121,6 +121,16 @@ def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single,
     assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
 
 
+def test_a_worker_whose_time_is_over_begins_no_row_and_the_next_one_makes_them(single, parts, tmp_path):
+    folder, loaded = parts
+    late = Worker(folder.path, load_config(None, FLAGS | {"run.max_time": "0.000001s"}))
+    assert not any(late.run_part(number) for number in folder.missing())
+    assert late.stats.facts.num_steps == 0
+    make_parts(folder, loaded)
+    merge_parts(folder.path, tmp_path / "merged.jsonl")
+    assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
+
+
 def test_a_worker_killed_between_the_part_and_the_removal_of_its_journal_is_replaced(single, parts, tmp_path):
     folder, loaded = parts
     with pytest.MonkeyPatch.context() as patch:

@@ -161,6 +161,8 @@ def read_questions(given: Any) -> tuple[Question, ...]:
 
 def run_questions(run: RunConfig) -> tuple[Question, ...]:
     """The questions about all rows. Raises: UsageError."""
+    if not all(each > 0 for each in (run.calibration or {}).values()):
+        raise UsageError("--calibration: a temperature must be above 0")
     try:
         return () if run.questions is None else read_questions(run.questions)
     except RequestError as error:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
@@ -25,7 +26,7 @@ from typing import Annotated, BinaryIO, Literal
 import msgspec
 import xxhash
 
-from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
+from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run, settings_that_differ
 from pagedcli.batch.lines import InputDigest, InputScan, LineSource
 from pagedcli.batch.rows import NOT_A_ROW, reasons_of
 from pagedcli.errors import PagedcliError, UsageError
@@ -40,6 +41,7 @@ _ROW = b',"row":'
 NO_KEY = bytes(16)  # of a row that no later run may take over
 _PAGE = 4096  # rows
 _MOST_FAILURES = 3  # most failures kept in memory
+_MOST_RECORDS = 100  # records of other runs that are read
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
@@ -373,6 +375,19 @@ def read_record(path: Path) -> RunRecord:
     if re.fullmatch(r"[1-9]\d{0,8}/[1-9]\d{0,8}", record.shard) is None:
         raise UsageError(f"{described} does not describe a run: shard is {record.shard!r}")
     return record
+
+
+def earlier_output(path: Path, read: InputScan, fingerprint: dict[str, str]) -> Path | None:
+    """An output in the same folder, or the one that is to be replaced, whose run had the same prompts and model."""
+    of_answers = frozenset(name for name in fingerprint if name.startswith(("sampling.", "seed", "input")))
+    for each in islice(path.parent.glob("*.run.json"), _MOST_RECORDS):
+        with suppress(UsageError):
+            record = read_record(output := each.with_name(each.name.removesuffix(".run.json")))
+            if record.input == read and not settings_that_differ(
+                record.fingerprint, fingerprint, apart_from=of_answers
+            ):
+                return output
+    return None
 
 
 def open_rows(path: Path) -> BinaryIO:

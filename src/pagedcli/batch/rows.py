@@ -123,7 +123,10 @@ class RowWriter:
     def encode_reused(self, row: BatchRow, old: bytes) -> bytes:
         """A good row of an earlier run, with the index, id and copied columns of this one."""
         fields = msgspec.json.decode(old, type=dict[str, msgspec.Raw])
-        self.ended.reasons.update(reasons_of(msgspec.json.decode(old)))
+        reasons = reasons_of(msgspec.json.decode(old))
+        self.ended.reasons.update(reasons)
+        if not row.prompts[0].params.ignore_eos:
+            self.ended.cut_at[None] += reasons.count("length")
         if "response" in fields:
             key = msgspec.json.decode(fields["id"], type=str).removeprefix("batch_req_").encode()
             response = msgspec.Raw(bytes(fields["response"]).replace(key, self._id(row).encode()))

@@ -59,7 +59,7 @@ _ALL_HELP = (
     "Show every table, and look for where prompts diverge in all rows, up to 67 million prompt tokens, instead of in"
     " 20,000. Takes about 0.05 GiB of memory per million tokens."
 )
-_CHANGE_THE_RUN = ("--resume", "--shard", "--ray", "--ray-address")  # what a plan knows nothing of
+_CHANGE_THE_RUN = ("--resume", "--reuse", "--shard", "--ray", "--ray-address")  # what a plan knows nothing of
 _SEVERAL_SAMPLES = "rows with several samples: near, not exact, as samples that draw the same tokens share blocks"
 _LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
 
