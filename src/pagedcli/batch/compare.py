@@ -10,7 +10,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
@@ -34,7 +34,17 @@ from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 
 DifferenceKind = Literal[
-    "missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs", "scores"
+    "missing",
+    "error",
+    "prompt",
+    "samples",
+    "tokens",
+    "text",
+    "ending",
+    "logprobs",
+    "prompt_logprobs",
+    "scores",
+    "answers",
 ]
 _AROUND = 24  # characters of text on either side of a difference
 
@@ -68,12 +78,15 @@ class ComparedRow:
     samples: list[ComparedSample]
     scores: RowScores | None = None  # scores of given continuations
     target: Any = None  # the right answer: a text, or the index of a continuation; None: not known
+    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)  # answers to questions
 
     @property
     def answers(self) -> list[str]:
         """The texts without white space around them, or the index of the best continuation; none of a failed row."""
         if self.scores is not None:
             return [str(self.scores.best["logprob"])]
+        if self.decisions:
+            return [str(each["choice"]) for each in self.decisions.values()]
         return [(sample.text or "").strip() for sample in self.samples]
 
 
@@ -99,6 +112,11 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDif
 
     if a.error != b.error:
         return differ("error", a.error or "no error", b.error or "no error")
+    for name in dict.fromkeys([*a.decisions, *b.decisions]):
+        both = [{"choice": "no answer", **each.decisions.get(name, {})} for each in (a, b)]
+        shares, others = (each.get("probabilities", {}) for each in both)
+        if shares.keys() != others.keys() or any(abs(shares[each] - others[each]) > tolerance for each in shares):
+            return differ("answers", *(f"{name}: {x['choice']} {x.get('confidence', 0):.6f}" for x in both))
     if None not in (a.num_prompt_tokens, b.num_prompt_tokens) and a.num_prompt_tokens != b.num_prompt_tokens:
         return differ("prompt", f"{a.num_prompt_tokens} prompt tokens", f"{b.num_prompt_tokens} prompt tokens")
     if a.scores is not None and b.scores is not None:
@@ -238,7 +256,9 @@ def _read_row(row: WrittenRow, number: int, answer: str, by_order: bool, target:
         raise KeyError("usage")
     num_prompt_tokens = None if row.usage is None else row.usage["prompt_tokens"]
     samples = [_read_sample(sample, answer, may_lack_text=is_openai) for sample in row.samples]
-    return ComparedRow(key, label, None, num_prompt_tokens, samples, RowScores.of(row.fields, right), right)
+    return ComparedRow(
+        key, label, None, num_prompt_tokens, samples, RowScores.of(row.fields, right), right, row.answers
+    )
 
 
 def _read_sample(sample: Sample, answer: str, *, may_lack_text: bool) -> ComparedSample:

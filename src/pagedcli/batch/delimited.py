@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pagedcli.batch.columns import DISK, INVALID_ROW, METRICS, SCORES, Columns
-from pagedcli.batch.decisions import ANSWERS
+from pagedcli.batch.decisions import ANSWERS, cells_of
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
 from pagedcli.batch.rows import NumberedRows, WrittenRow, decided_of
@@ -212,7 +212,7 @@ class CsvLines:
     def _cells(self, index: int, content: bytes) -> list[dict[str, Any]]:
         """Values by column, for each sample."""
         row = WrittenRow.of(content, self.columns.answer, index)
-        cells = row.fields | row.decided | {"index": row.index, "id": row.id}
+        cells = row.fields | cells_of(row.answers) | {"index": row.index, "id": row.id}
         if row.error is not None:
             return [cells | {"error_code": row.error["code"], "error_message": row.error["message"]}]
         assert row.usage is not None, "a good row has counts"

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
+from pagedcli.batch import decisions
 from pagedcli.batch.columns import DISK, METRICS, SCORES, Columns
-from pagedcli.batch.decisions import ANSWERS
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
@@ -184,7 +184,7 @@ class ParquetRows:
         types = ((name, pa.string() if kind is str else pa.float64()) for name, kind in decided)
         answer = pa.schema([*answer_schema(self.columns, marked), *types])
         if self.carried is None:
-            groups = self._own_groups(rows, marked | {ANSWERS} if decided else marked, answer)
+            groups = self._own_groups(rows, marked | {decisions.ANSWERS} if decided else marked, answer)
         else:
             groups = self._carried_groups(self.carried, iter(rows()), answer)
         writer = None
@@ -317,5 +317,5 @@ def cells_of(row: WrittenRow, answer: str = "text") -> dict[str, Any]:
         cells["token_logprobs"] = logprobs.get("content") if isinstance(logprobs, dict) else logprobs
         cells["prompt_token_logprobs"] = sample.prompt_logprobs
         samples.append(cells)
-    own = {"id": row.id, "usage": row.usage, "metrics": row.metrics, **row.decided}
+    own = {"id": row.id, "usage": row.usage, "metrics": row.metrics, **decisions.cells_of(row.answers)}
     return row.fields | own | (samples[0] if len(samples) == 1 else {"outputs": samples or None}) | {"index": row.index}

@@ -374,10 +374,9 @@ class WrittenRow(msgspec.Struct, frozen=True):
     samples: list[Sample]  # none in an error row
 
     @property
-    def decided(self) -> dict[str, Any]:
-        """The answers to questions by column; of a row without any, nothing."""
-        has_any = any(sample.finish_reason == DECISION for sample in self.samples)
-        return cells_of(self.fields[ANSWERS]) if has_any else {}
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """The answers to questions; of another row none. Raises: KeyError if they are in columns of a table."""
+        return self.fields[ANSWERS] if any(sample.finish_reason == DECISION for sample in self.samples) else {}
 
     @classmethod
     def of(cls, content: bytes, answer: str = "text", index: int | None = None) -> "WrittenRow":
@@ -446,7 +445,7 @@ def decided_of(rows: NumberedRows, columns: Columns) -> dict[str, type]:
     """The columns with answers to questions, in the order of their first rows, each with the type of its values."""
     found: dict[str, type] = {}
     for row in (row for _, row in rows() if _DECIDED in row):
-        found |= {name: type(value) for name, value in WrittenRow.of(row, columns.answer).decided.items()}
+        found |= {name: type(cell) for name, cell in cells_of(WrittenRow.of(row, columns.answer).answers).items()}
     return found
 
 

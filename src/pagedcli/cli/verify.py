@@ -1,14 +1,16 @@
 """`pagedcli verify`: whether two outputs are the same, row by row, and where they diverge."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from pagedcli.batch.answer_comparison import AnswerQuality, Judged, targets_of
 from pagedcli.batch.compare import ComparedRow, RowDifference, compare, pairs, read_rows
 from pagedcli.batch.score_comparison import (
     TARGET,
@@ -22,6 +24,7 @@ from pagedcli.batch.score_comparison import (
 )
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
+from pagedcli.files import whole_file, writing
 from pagedcli.printable import capitalized, plural
 from pagedcli.show.tables import Format, Table, print_tables, table
 
@@ -38,6 +41,7 @@ _MEANINGS = {
     "logprobs": "equal tokens, different log-probabilities",
     "prompt_logprobs": "different log-probabilities of the prompt",
     "scores": "different scores",
+    "answers": "different answers to a question",
 }
 
 
@@ -51,6 +55,8 @@ _ByOrder = Annotated[bool, typer.Option("--by-order", help="Match rows by positi
 _TOLERANCE_HELP = "Largest difference of log-probabilities that counts as equal."
 _Tolerance = Annotated[float, typer.Option("--tolerance", metavar="X", min=0, help=_TOLERANCE_HELP)]
 _LOGITS_HELP = "Compare the log-probabilities of the prompts' tokens instead of the outputs."
+_CALIBRATE_HELP = "Write the temperature of each question that fits one output with right answers best, for generate."
+_Calibrate = Annotated[Path | None, typer.Option("--calibrate", metavar="FILE.json", help=_CALIBRATE_HELP)]
 _TEXT_HELP, _KEEP_HELP = "Field of plain rows that holds the text.", "Column of the rows with the right answer."
 
 
@@ -59,6 +65,7 @@ def verify(
     *,
     by_order: _ByOrder = False,
     tolerance: _Tolerance = 0.0,
+    calibrate: _Calibrate = None,
     logits: Annotated[bool, typer.Option("--logits", help=_LOGITS_HELP)] = False,
     output_field: Annotated[str, typer.Option("--output-field", metavar="NAME", help=_TEXT_HELP)] = "text",
     keep: Annotated[str, typer.Option("--keep", metavar="NAME", help=_KEEP_HELP)] = TARGET,
@@ -75,6 +82,11 @@ def verify(
     rows have the right answer, or the index of the right continuation, in a column (`target`, or that of --keep), it
     also shows how often each file is right: what other weights cost.
 
+    For rows with answers to questions it shows the same for each question, and where the right ones are known, the
+    Brier score, the log loss and the expected calibration error (10 bins of confidence, interval by bootstrap).
+    --tolerance is of their probabilities. --calibrate fits a temperature to the answers of one output, for `generate
+    --calibration`: it makes probabilities fit, and changes no choice.
+
     --logits shows what quantized weights or caches cost, from prompts with prompt_logprobs: perplexities, how often the
     likeliest token is the same, and the KL divergence of B from A. Rows list only the likeliest tokens, so the
     divergence is computed over the tokens that both files list at a position, and all others as one: a lower bound.
@@ -90,13 +102,22 @@ def verify(
       pagedcli verify bf16.jsonl int4.jsonl    (rows of `generate questions.jsonl --keep target`)
       pagedcli verify a.jsonl b.csv c.parquet --keep label
 
+      pagedcli verify labelled.jsonl --calibrate cal.json
+
       pagedcli verify bf16.jsonl int4.jsonl --logits      (both of `generate texts.jsonl --prompt-logprobs 100`)
 
     Exit codes: 0 all rows are equal, or with --logits compared, 1 rows differ, 2 a file cannot be compared.
     """
     a, *others = files
-    if not others or (logits and len(others) > 1):
-        raise UsageError(f"{'--logits compares' if others else 'verify needs'} two outputs, got {len(files)}")
+    if calibrate is not None and not others:
+        _check_files(a)
+        _calibrate(read_rows(a, answer=output_field, target=keep), str(a), calibrate, format_)
+        return
+    if calibrate is not None or not others or (logits and len(others) > 1):
+        what = (
+            "--calibrate reads one output" if calibrate else f"{'--logits compares' if others else 'verify needs'} two"
+        )
+        raise UsageError(f"{what}, got {plural(len(files), 'output')}")
     _check_files(*files)
 
     def rows(path: Path) -> Iterator[ComparedRow]:
@@ -141,17 +162,60 @@ def _print_comparisons(files: list[Path], found: "list[_Comparison]", format_: F
     for path, each in zip(files[1:], found, strict=True):
         equal = each.num_rows - each.kinds.total()
         rows.append(ComparedFile(str(path), each.num_rows, equal, each.num_other_answers, *each.accuracy(1)))
+    tables = _answer_tables([str(path) for path in files], found)
     columns = "file rows equal answers_differ" + " with_target right interval" * any(row.with_target for row in rows)
     all_files, of_two = table(ComparedFile, "files", "Files", rows, columns), found[0]
     if len(found) > 1:
         differ = "; ".join(f"{row.file} {row.answers_differ:,} of {row.rows:,}" for row in rows[1:])
-        print_tables([all_files], format_, story=[f"Answers that differ from those of {files[0]}: {differ}."])
+        print_tables([all_files, *tables], format_, story=[f"Answers that differ from those of {files[0]}: {differ}."])
         return
-    tables, story = of_two.tables(), [of_two.answer()]
+    tables, story = [*of_two.tables(), *tables], [of_two.answer()]
     if format_ is Format.TABLE and not of_two.differences:  # the answer has all counts
         story += tables.pop(0).notes
     tables += [all_files] if of_two.num_targets and not of_two.scores.num_rows else []
     print_tables(tables, format_, facts=of_two.facts(), story=story)
+
+
+def _answer_tables(files: list[str], found: "list[_Comparison]") -> list[Table]:
+    """How good the answers to each question are in each file; none if there are no questions."""
+    rows = []
+    for name, (first, _) in found[0].judged.items():
+        rows.append(first.quality(name, files[0], is_first=True))
+        rows += [each.judged[name][1].quality(name, file) for file, each in zip(files[1:], found, strict=True)]
+    return [_answer_table(rows)] if rows else []
+
+
+def _answer_table(rows: list[AnswerQuality]) -> Table:
+    columns = "question file answers flipped"
+    if any(row.with_target for row in rows):
+        columns += " with_target right interval brier log_loss calibration_error error_interval"
+    return table(AnswerQuality, "questions", "Answers to questions", rows, columns)
+
+
+def _calibrate(rows: Iterable[ComparedRow], name: str, path: Path, format_: Format) -> None:
+    """Raises: UsageError if no answer has its right one."""
+    judged: dict[str, Judged] = defaultdict(Judged)
+    for row in rows:
+        targets = targets_of(row.decisions, row.target)
+        for question, answer in row.decisions.items():
+            judged[question].add(answer, targets.get(question))
+    labelled = {question: each for question, each in judged.items() if each.labelled}
+    if not labelled:
+        hint = "generate --questions @questions.yaml --keep target, where target has the right answer to each question"
+        raise UsageError(f"{name} has no answer to a question with the right one", hint=hint)
+    if path.exists():
+        raise UsageError(f"--calibrate: {path} already exists", hint="name another file")
+    found = {question: each.best_temperature() for question, each in labelled.items()}
+    with writing(f"the temperatures {path}", UsageError), whole_file(path, overwrite=False) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    qualities = []
+    for question, each in labelled.items():
+        qualities.append(each.quality(question, name, is_first=True))
+        qualities.append(each.quality(question, "calibrated", is_first=True, temperature=found[question]))
+    story = ", ".join(
+        f"{question} {each:g} (from {len(labelled[question].labelled):,})" for question, each in found.items()
+    )
+    print_tables([_answer_table(qualities)], format_, facts=found, story=[f"Temperatures, in {path}: {story}."])
 
 
 def _compare_logits(rows: Iterable[tuple[ComparedRow | None, ComparedRow | None]], format_: Format) -> None:
@@ -202,9 +266,11 @@ class _Comparison:
     scores: ScoreComparison = field(default_factory=ScoreComparison)
     largest_delta: float = 0.0
     differences: list[RowDifference] = field(default_factory=list)
+    num_decided: int = 0  # rows with answers to questions
     num_other_answers: int = 0  # rows with another text, or another best continuation, in B
     num_targets: int = 0  # rows whose right answer is known
     num_right: list[int] = field(default_factory=lambda: [0, 0])  # rows in A and B
+    judged: dict[str, tuple[Judged, Judged]] = field(default_factory=lambda: defaultdict(lambda: (Judged(), Judged())))
 
     def add(self, a: ComparedRow | None, b: ComparedRow | None) -> None:
         self.num_rows += 1
@@ -231,7 +297,13 @@ class _Comparison:
     def _add_target(self, a: ComparedRow, b: ComparedRow) -> None:
         """Count two rows if one of them has the target."""
         target = b.target if a.target is None else a.target
-        if target is not None:
+        targets = targets_of(a.decisions, target)
+        self.num_decided += bool(a.decisions)
+        for name in (each for each in a.decisions if each in b.decisions):
+            right = targets.get(name)
+            self.judged[name][0].add(a.decisions[name], right)
+            self.judged[name][1].add(b.decisions[name], right, a.decisions[name])
+        if target is not None and not a.decisions:
             self.num_targets += 1
             for place, row in enumerate((a, b)):
                 self.num_right[place] += row.answers[:1] == [str(target).strip()]
@@ -266,8 +338,8 @@ class _Comparison:
                 f"{num_different:,} of {all_rows} differ{'s' if num_different == 1 else ''}; first"
                 f" {first.label}{token}: {_MEANINGS[first.kind]}"
             )
-        compared = ["scores"] if self.scores.num_rows else []
-        if self.scores.num_rows < self.num_rows:
+        compared = ["scores"] * bool(self.scores.num_rows) + ["answers"] * bool(self.num_decided)
+        if self.scores.num_rows + self.num_decided < self.num_rows:
             compared.append("token ids" if self.num_with_ids else "texts")
         if self.num_with_logprobs:
             compared.append("log-probabilities")
@@ -298,7 +370,7 @@ class _Comparison:
 
     def _notes(self) -> list[str]:
         notes: list[str] = []
-        if self.scores.num_rows == self.num_rows:
+        if self.scores.num_rows + self.num_decided == self.num_rows:
             return notes
         if not self.num_with_ids:
             notes.append("texts were compared, not token ids: generate --output-token-ids adds them")
