@@ -11,6 +11,7 @@ from harness.engine import BUILTIN, Harness, transformers_logits
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.decisions import Question, cells_of
+from pagedcli.cli.verify import EXIT_DIFFERENT
 from pagedcli.config import RunConfig
 
 STATE = "Once upon a time there was a little dog who liked to play in the park."
@@ -62,35 +63,23 @@ def expected(tokenizer, options, order, *, chat=False, score="letter"):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("plain", {}),
-        ("chat", {"chat": True}),
-        ("sum", {"score": "sum"}),
-        ("mean", {"chat": True, "score": "per_token"}),
-    ],
-)
-def test_probabilities_are_those_of_transformers(harness, answers, name, how):
+@pytest.mark.parametrize(("name", "chat", "score"), [
+    ("plain", False, "letter"), ("chat", True, "letter"), ("sum", False, "sum"), ("mean", True, "per_token"),
+])  # fmt: skip
+def test_probabilities_are_those_of_transformers(harness, answers, name, chat, score):
     orders = [(0, 1, 2), (1, 2, 0), (2, 0, 1)]
-    by_order = [expected(harness.tokenizer, TOPIC["options"], order, **how) for order in orders]
-    wanted = (sum(by_order) / 3).softmax(-1).tolist()
-    answer = answers[name]["topic"]
-    assert list(answer["probabilities"]) == TOPIC["options"]
-    assert list(answer["probabilities"].values()) == pytest.approx(wanted, abs=1e-4)
-    assert answer["confidence"] == answer["probabilities"][answer["choice"]] == max(answer["probabilities"].values())
-    own = [row for row in ROWS if row["id"] == name]
-    [one] = harness.rows(own, questions=QUESTIONS)
-    assert list(one["answers"]["topic"]["probabilities"].values()) == pytest.approx(
-        by_order[0].exp().tolist(), abs=1e-4
-    )
+    by_order = [expected(harness.tokenizer, TOPIC["options"], order, chat=chat, score=score) for order in orders]
+    [one] = harness.rows([row for row in ROWS if row["id"] == name], questions=QUESTIONS)
+    for answer, wanted in ((answers[name]["topic"], sum(by_order) / 3), (one["answers"]["topic"], by_order[0])):
+        assert list(answer["probabilities"]) == TOPIC["options"]
+        assert list(answer["probabilities"].values()) == pytest.approx(wanted.softmax(-1).tolist(), abs=1e-4)
+        assert answer["confidence"] == answer["probabilities"][answer["choice"]]
 
 
 def test_levels_have_a_mean_and_yes_or_no_has_two_options(answers):
     happy, true = answers["plain"]["happy"], answers["plain"]["true"]
-    assert happy["expected_level"] == pytest.approx(
-        sum(float(level) * share for level, share in happy["probabilities"].items())
-    )
+    mean = sum(float(level) * share for level, share in happy["probabilities"].items())
+    assert happy["expected_level"] == pytest.approx(mean)
     assert list(true["probabilities"]) == ["yes", "no"]
     assert Question.of("x", {"question": "?", "levels": ["low", "high"]}).levels == (1, 2)
 
@@ -122,23 +111,21 @@ def test_what_questions_and_orders_share_is_computed_once(shifts):
     assert total - row["usage"]["prompt_tokens_details"]["cached_tokens"] == computed < total
 
 
-@pytest.mark.parametrize(
-    ("question", "what"),
-    [
-        ({"question": "?", "optoins": ["a", "b"]}, "did you mean 'options'?"),
-        ({"question": "?", "options": ["a"]}, "1 option, allowed: 2 to 26"),
-        ({"question": "?", "levels": list(range(27))}, "27 options, allowed: 2 to 26"),
-        ({"question": "?", "options": ["a", "b", "a"]}, "an option twice"),
-        ({"question": "?", "options": ["a", " "]}, "an empty one"),
-        ({"question": "?", "options": ["a", "b"], "yes_no": True}, "options and yes_no"),
-        ({"question": "?"}, "none of them"),
-        ({"question": "?", "options": [True, False]}, "YAML reads yes and no"),
-        ({"question": "?", "yes_no": True, "score": "words"}, "Invalid enum value 'words'"),
-        ("?", "Expected `object`"),
-    ],
-)
-def test_a_question_that_cannot_be_asked_is_an_error_row(harness, question, what):
-    bad, good = harness.rows([{"prompt": STATE, "questions": {"q": each}} for each in (question, TRUE)])
+@pytest.mark.parametrize(("fields", "what"), [
+    ({"optoins": ["a", "b"]}, "did you mean 'options'?"),
+    ({"options": ["a"]}, "1 option, allowed: 2 to 26"),
+    ({"levels": list(range(27))}, "27 options, allowed: 2 to 26"),
+    ({"options": ["a", "b", "a"]}, "an option twice"),
+    ({"options": ["a", " "]}, "an empty one"),
+    ({"options": ["a", "b"], "yes_no": True}, "options and yes_no"),
+    ({}, "none of them"),
+    ({"options": [True, False]}, "YAML reads yes and no"),
+    ({"yes_no": True, "score": "words"}, "Invalid enum value 'words'"),
+])  # fmt: skip
+def test_a_question_that_cannot_be_asked_is_an_error_row(harness, fields, what):
+    bad, good = harness.rows(
+        [{"prompt": STATE, "questions": {"q": each}} for each in ({"question": "?"} | fields, TRUE)]
+    )
     assert bad["error"]["code"] == "invalid_question"
     assert what in bad["error"]["message"]
     assert good["error"] is None
@@ -155,6 +142,7 @@ def test_what_does_not_go_with_questions_is_an_error_row(harness):
 # ---------------------------------------------------------------------- files and commands
 
 
+@pytest.mark.long
 def test_tables_resume_and_recordings_have_the_same_answers(tmp_path):
     rows, questions = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "questions.yaml"
     questions.write_text('topic: {question: "What is it about?", options: [a dog, a cat, rain]}\n')
@@ -177,7 +165,49 @@ def test_tables_resume_and_recordings_have_the_same_answers(tmp_path):
     pagedcli("generate", rows, "-o", tmp_path / "o.parquet", *flags)
     found = pq.read_table(tmp_path / "o.parquet").to_pylist()
     assert [{name: row[name] for name in wanted[0]} for row in found] == wanted
-    assert math.isclose(sum(found[0][name] for name in list(wanted[0])[1:]), 1)
     pagedcli("generate", tmp_path / "o.parquet", "--field", "topic", "-o", tmp_path / "p.parquet", *flags)
     again = pq.read_table(tmp_path / "p.parquet").to_pylist()
     assert [row["input_topic"] for row in again] == [row["topic"] for row in found]
+
+
+def test_verify_judges_answers_and_fits_temperatures(tmp_path):
+    shares = [0.9, 0.9, 0.9, 0.6, 0.6]  # of the first option, which is right in three rows
+
+    def written(name, changed=0):
+        rows = []
+        for index, share in enumerate(shares):
+            both = {"a": 1 - share, "b": share} if index < changed else {"a": share, "b": 1 - share}
+            answer = {"choice": max(both, key=both.get), "confidence": max(both.values()), "probabilities": both}
+            ended = {"finish_reason": "decision", "usage": {"prompt_tokens": 3}, "error": None}
+            right = "ab"[index in (2, 4)]
+            rows.append({"index": index, "id": None, "text": None, "target": right, "answers": {"q": answer}, **ended})
+        return write_rows(tmp_path / name, rows)
+
+    a, b, cal = written("a.jsonl"), written("b.jsonl", 1), tmp_path / "cal.json"
+    found = json.loads(pagedcli("verify", a, b, "--format", "json", expect=EXIT_DIFFERENT).stdout)
+    first, second = found["questions"]
+    assert (first["right"], second["right"], second["flipped"], first["flipped"]) == (0.6, 0.4, 1, None)
+    assert first["brier"] == pytest.approx(2 * (2 * 0.01 + 0.81 + 0.16 + 0.36) / 5)
+    assert first["calibration_error"] == pytest.approx((0.7 + 0.2) / 5)
+    low, high = first["error_interval"]
+    assert low < first["calibration_error"] < high
+    assert [each["kind"] for each in found["differences"]] == ["answers"]
+    pagedcli("verify", a, "--calibrate", cal)
+    scale = json.loads(cal.read_text())["q"]
+    grid = [0.5 + step / 100 for step in range(1900)]
+    loss = [
+        sum(math.log1p((1 / p - 1) ** (s / t)) for p, s in zip(shares, (1, 1, -1, 1, -1), strict=True)) for t in grid
+    ]
+    assert scale == pytest.approx(grid[loss.index(min(loss))], abs=0.02)
+    assert "already exists" in pagedcli("verify", a, "--calibrate", cal, expect=2).stderr
+
+
+def test_a_temperature_changes_probabilities_and_no_choice(harness, answers):
+    rows = harness.rows(ROWS, questions=QUESTIONS, shifts="all", calibration={"topic": 2.0})
+    for row in rows:
+        old, new = answers[row["id"]], row["answers"]
+        assert {name: each["choice"] for name, each in new.items()} == {name: e["choice"] for name, e in old.items()}
+        assert {name: new[name] == old[name] for name in new} == {name: name != "topic" for name in new}
+        roots = [share**0.5 for share in old["topic"]["probabilities"].values()]
+        wanted = [root / sum(roots) for root in roots]
+        assert list(new["topic"]["probabilities"].values()) == pytest.approx(wanted)
