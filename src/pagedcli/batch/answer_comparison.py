@@ -40,21 +40,22 @@ class Judged:
     """The answers of an output to one question."""
 
     num_answers: int = 0
-    num_flipped: int = 0  # choices that differ from those of the first output
+    num_flipped: int | None = None  # choices that differ from those of the first output; None: it is that one
     labelled: list[tuple[list[float], int]] = field(default_factory=list)  # log-probabilities, place of the right one
 
     def add(self, answer: Mapping[str, Any], target: Any, first: Mapping[str, Any] | None = None) -> None:
         """Count an answer. `first`: that of the first output."""
         self.num_answers += 1
-        self.num_flipped += first is not None and first["choice"] != answer["choice"]
+        if first is not None:
+            self.num_flipped = (self.num_flipped or 0) + (first["choice"] != answer["choice"])
         if str(target) in (options := list(answer["probabilities"])):
             logprobs = [math.log(max(share, 1e-300)) for share in answer["probabilities"].values()]
             self.labelled.append((logprobs, options.index(str(target))))
 
-    def quality(self, question: str, file: str, *, is_first: bool = False, temperature: float = 1.0) -> AnswerQuality:
-        found = AnswerQuality(question, file, self.num_answers, None if is_first else self.num_flipped)
+    def quality(self, question: str, file: str, temperature: float = 1.0) -> AnswerQuality:
+        found = question, file, self.num_answers, self.num_flipped
         if not (number := len(self.labelled)):
-            return found
+            return AnswerQuality(*found)
         shares = [np.exp(log_softmax([each / temperature for each in logprobs])) for logprobs, _ in self.labelled]
         rights = [right for _, right in self.labelled]
         confidence = np.array([each.max() for each in shares])
@@ -68,10 +69,8 @@ class Judged:
         draw = np.random.default_rng(0).integers
         low, high = np.quantile([error(draw(number, size=number)) for _ in range(_RESAMPLES)], [0.025, 0.975])
         return AnswerQuality(
-            *(question, file, self.num_answers, found.flipped, number),
-            *(float(hits.mean()), interval(int(hits.sum()), number)),
-            *(float(np.mean(squares)), self._loss(temperature)),
-            *(error(slice(None)), (float(low), float(high))),
+            *(*found, number, float(hits.mean()), interval(int(hits.sum()), number)),
+            *(float(np.mean(squares)), self._loss(temperature), error(slice(None)), (float(low), float(high))),
         )
 
     def _loss(self, temperature: float) -> float:

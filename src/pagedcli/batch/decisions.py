@@ -7,10 +7,10 @@ question is written stands in `Asked` alone.
 
 import difflib
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from string import ascii_uppercase
 from typing import Any, Literal, Self
 
@@ -61,8 +61,8 @@ class Question(msgspec.Struct, frozen=True):
             raise wrong(f"it has {plural(len(options), 'option')}, allowed: 2 to {len(ascii_uppercase)}")
         if len(set(options)) < len(options) or not all(map(str.strip, options)):
             raise wrong("it has an option twice, or an empty one")
-        are_texts = any(isinstance(level, str) for level in found.levels)
-        levels = tuple(range(1, len(options) + 1)) if are_texts else found.levels
+        has_text = any(isinstance(level, str) for level in found.levels)
+        levels = tuple(range(1, len(options) + 1)) if has_text else found.levels
         return msgspec.structs.replace(found, options=options, levels=levels)
 
     @property
@@ -138,9 +138,8 @@ def option_tokens(
     found = [encode(before + space + each)[num_before:] for each in scored]
     num_shared = num_equal(min(found), max(found)) if are_letters else 0
     ends = [token_ids[num_shared:] for token_ids in found]
-    if are_letters and (odd := [each for each, ids in zip(scored, ends, strict=True) if len(ids) != 1]):
-        what = f"the letter {odd[0]} is not one token of this tokenizer: use score: per_token"
-        raise RequestError("invalid_question", what)
+    if are_letters and any(len(token_ids) != 1 for token_ids in ends):
+        raise RequestError("invalid_question", "letters are not one token each of this tokenizer: use score: per_token")
     if len(set(map(tuple, ends))) < len(ends):
         raise RequestError("invalid_question", f"two of the options {', '.join(scored):.80} have the same tokens")
     return found[0][:num_shared], ends
@@ -149,14 +148,8 @@ def option_tokens(
 def read_questions(given: Any) -> tuple[Question, ...]:
     """The questions of a line or a file. Raises: RequestError 'invalid_question'."""
     if not isinstance(given, dict) or not given:
-        raise RequestError(
-            "invalid_question", "'questions' must have a name for each question, and below it what it asks"
-        )
-    found = tuple(Question.of(name, each) for name, each in given.items())
-    column, count = Counter(column for each in found for column in each.columns).most_common(1)[0]
-    if count > 1:
-        raise RequestError("invalid_question", f"two answers have the column {column!r}; rename a question")
-    return found
+        raise RequestError("invalid_question", "'questions' must be an object of names, each with what it asks")
+    return tuple(Question.of(name, each) for name, each in given.items())
 
 
 def run_questions(run: RunConfig) -> tuple[Question, ...]:
@@ -175,18 +168,15 @@ def run_questions(run: RunConfig) -> tuple[Question, ...]:
 def answers_of(found: Iterable[tuple[Asked, Sequence[ContinuationScore]]]) -> dict[str, dict[str, Any]]:
     """The answers of a row by question, from the scores of each order: softmax over the options; orders are averaged in
     log space. A temperature changes no choice."""
-    sums: dict[Question, list[float]] = {}
-    scales: dict[Question, float] = {}
-    for asked, scores in found:
-        per_token = asked.question.score == "per_token"
-        values = [max(each.logprob, _IMPOSSIBLE) / (len(each.token_ids) if per_token else 1) for each in scores]
-        total = sums.setdefault(asked.question, [0.0] * len(values))
-        for place, value in zip(asked.order, log_softmax(values), strict=True):
-            total[place] += value
-        scales[asked.question] = scales.get(asked.question, 0.0) + asked.temperature
     answers = {}
-    for question, total in sums.items():
-        shares = [math.exp(each) for each in log_softmax([value / scales[question] for value in total])]
+    for question, same in groupby(found, lambda each: each[0].question):
+        total, scale, per_token = [0.0] * len(question.options), 0.0, question.score == "per_token"
+        for asked, scores in same:
+            values = [max(each.logprob, _IMPOSSIBLE) / (len(each.token_ids) if per_token else 1) for each in scores]
+            for place, value in zip(asked.order, log_softmax(values), strict=True):
+                total[place] += value
+            scale += asked.temperature
+        shares = [math.exp(each) for each in log_softmax([value / scale for value in total])]
         best = total.index(max(total))
         answer = {"choice": question.options[best], "confidence": shares[best]}
         answer["probabilities"] = dict(zip(question.options, shares, strict=True))
@@ -207,7 +197,7 @@ def cells_of(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The answers of a row by the column of a table."""
     cells: dict[str, Any] = {}
     for name, answer in answers.items():
-        level = {each: answer[each] for each in ("expected_level",) if each in answer}
-        cells |= {name: answer["choice"]}
-        cells |= {f"{name}.{each}": value for each, value in {**answer["probabilities"], **level}.items()}
+        level = {each: answer[each] for each in answer.keys() & {"expected_level"}}
+        cells[name] = answer["choice"]
+        cells |= {f"{name}.{each}": value for each, value in (answer["probabilities"] | level).items()}
     return cells

@@ -1,8 +1,9 @@
 """`pagedcli verify`: whether two outputs are the same, row by row, and where they diverge."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,17 +76,15 @@ def verify(
 
     Rows match by id; rows without an id by their index in the input. Where a row differs, the position of the first
     different token is shown with the text on either side of |. More than two files are compared with the first, in one
-    table. Token counts of the prefix cache, ids and times of the run are not compared. Tokens are compared by id where
-    both files have token_ids, otherwise by text.
+    table. Cached tokens, ids and times of the run are not compared, tokens by id where both files have token_ids.
 
     For rows with scores of continuations it shows how many answers flipped and how far log-probabilities differ. If
     rows have the right answer, or the index of the right continuation, in a column (`target`, or that of --keep), it
     also shows how often each file is right: what other weights cost.
 
-    For rows with answers to questions it shows the same for each question, and where the right ones are known, the
-    Brier score, the log loss and the expected calibration error (10 bins of confidence, interval by bootstrap).
-    --tolerance is of their probabilities. --calibrate fits a temperature to the answers of one output, for `generate
-    --calibration`: it makes probabilities fit, and changes no choice.
+    For rows with answers to questions it shows the same for each question, also Brier score, log loss and expected
+    calibration error (10 bins); --tolerance is of probabilities. --calibrate fits a temperature per question to one
+    output, for generate --calibration.
 
     --logits shows what quantized weights or caches cost, from prompts with prompt_logprobs: perplexities, how often the
     likeliest token is the same, and the KL divergence of B from A. Rows list only the likeliest tokens, so the
@@ -101,40 +100,31 @@ def verify(
       pagedcli verify ours.jsonl vllm.jsonl
       pagedcli verify bf16.jsonl int4.jsonl    (rows of `generate questions.jsonl --keep target`)
       pagedcli verify a.jsonl b.csv c.parquet --keep label
-
       pagedcli verify labelled.jsonl --calibrate cal.json
-
       pagedcli verify bf16.jsonl int4.jsonl --logits      (both of `generate texts.jsonl --prompt-logprobs 100`)
 
     Exit codes: 0 all rows are equal, or with --logits compared, 1 rows differ, 2 a file cannot be compared.
     """
     a, *others = files
-    if calibrate is not None and not others:
-        _check_files(a)
-        _calibrate(read_rows(a, answer=output_field, target=keep), str(a), calibrate, format_)
-        return
-    if calibrate is not None or not others or (logits and len(others) > 1):
-        what = (
-            "--calibrate reads one output" if calibrate else f"{'--logits compares' if others else 'verify needs'} two"
-        )
-        raise UsageError(f"{what}, got {plural(len(files), 'output')}")
-    _check_files(*files)
-
-    def rows(path: Path) -> Iterator[ComparedRow]:
-        return read_rows(path, answer=output_field, by_order=by_order, target=keep)
-
-    if logits:
+    _check_files(files, logits=logits, calibrates=calibrate is not None)
+    rows = partial(read_rows, answer=output_field, by_order=by_order, target=keep)
+    if calibrate is not None:
+        _calibrate(rows(a), str(a), calibrate, format_)
+    elif logits:
         _compare_logits(pairs(rows(a), rows(others[0])), format_)
-        return
-    found = [_Comparison(tolerance) for _ in others]
-    for path, each in zip(others, found, strict=True):
-        for both in pairs(rows(a), rows(path)):
-            each.add(*both)
-    _print_comparisons(files, found, format_)
-    raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
+    else:
+        found = [_Comparison(tolerance) for _ in others]
+        for path, each in zip(others, found, strict=True):
+            for both in pairs(rows(a), rows(path)):
+                each.add(*both)
+        _print_comparisons(files, found, format_)
+        raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
 
 
-def _check_files(*paths: Path) -> None:
+def _check_files(paths: list[Path], *, logits: bool, calibrates: bool) -> None:
+    what = "--calibrate reads one output" if calibrates else "--logits compares two" if logits else "verify needs two"
+    if not 2 - calibrates <= len(paths) <= (1 if calibrates else 2 if logits else len(paths)):
+        raise UsageError(f"{what}, got {len(paths)}")
     for path in paths:
         if not path.exists():
             raise UsageError(f"there is no {path}", hint="verify compares outputs of pagedcli generate or merge")
@@ -158,38 +148,38 @@ class ComparedFile:
 
 def _print_comparisons(files: list[Path], found: "list[_Comparison]", format_: Format) -> None:
     """One line per file; of two files what differs, too."""
-    rows = [ComparedFile(str(files[0]), found[0].num_rows, None, None, *found[0].accuracy(0))]
+    of_two = found[0]
+    rows = [ComparedFile(str(files[0]), of_two.num_rows, None, None, *of_two.accuracy(0))]
     for path, each in zip(files[1:], found, strict=True):
         equal = each.num_rows - each.kinds.total()
         rows.append(ComparedFile(str(path), each.num_rows, equal, each.num_other_answers, *each.accuracy(1)))
-    tables = _answer_tables([str(path) for path in files], found)
+    names, rated = list(map(str, files)), []
+    for name, (first, _) in of_two.judged.items():
+        others = (each.judged[name][1].quality(name, file) for file, each in zip(names[1:], found, strict=True))
+        rated += [first.quality(name, names[0]), *others]
     columns = "file rows equal answers_differ" + " with_target right interval" * any(row.with_target for row in rows)
-    all_files, of_two = table(ComparedFile, "files", "Files", rows, columns), found[0]
+    all_files = table(ComparedFile, "files", "Files", rows, columns)
     if len(found) > 1:
         differ = "; ".join(f"{row.file} {row.answers_differ:,} of {row.rows:,}" for row in rows[1:])
-        print_tables([all_files, *tables], format_, story=[f"Answers that differ from those of {files[0]}: {differ}."])
+        print_tables(
+            [all_files, *_answer_tables(rated)],
+            format_,
+            story=[f"Answers that differ from those of {files[0]}: {differ}."],
+        )
         return
-    tables, story = [*of_two.tables(), *tables], [of_two.answer()]
+    tables, story = [*of_two.tables(), *_answer_tables(rated)], [of_two.answer()]
     if format_ is Format.TABLE and not of_two.differences:  # the answer has all counts
         story += tables.pop(0).notes
     tables += [all_files] if of_two.num_targets and not of_two.scores.num_rows else []
     print_tables(tables, format_, facts=of_two.facts(), story=story)
 
 
-def _answer_tables(files: list[str], found: "list[_Comparison]") -> list[Table]:
-    """How good the answers to each question are in each file; none if there are no questions."""
-    rows = []
-    for name, (first, _) in found[0].judged.items():
-        rows.append(first.quality(name, files[0], is_first=True))
-        rows += [each.judged[name][1].quality(name, file) for file, each in zip(files[1:], found, strict=True)]
-    return [_answer_table(rows)] if rows else []
-
-
-def _answer_table(rows: list[AnswerQuality]) -> Table:
+def _answer_tables(rows: list[AnswerQuality]) -> list[Table]:
+    """How good the answers to each question are; none if there are no questions."""
     columns = "question file answers flipped"
     if any(row.with_target for row in rows):
         columns += " with_target right interval brier log_loss calibration_error error_interval"
-    return table(AnswerQuality, "questions", "Answers to questions", rows, columns)
+    return [table(AnswerQuality, "questions", "Answers to questions", rows, columns)] if rows else []
 
 
 def _calibrate(rows: Iterable[ComparedRow], name: str, path: Path, format_: Format) -> None:
@@ -199,23 +189,17 @@ def _calibrate(rows: Iterable[ComparedRow], name: str, path: Path, format_: Form
         targets = targets_of(row.decisions, row.target)
         for question, answer in row.decisions.items():
             judged[question].add(answer, targets.get(question))
-    labelled = {question: each for question, each in judged.items() if each.labelled}
-    if not labelled:
-        hint = "generate --questions @questions.yaml --keep target, where target has the right answer to each question"
-        raise UsageError(f"{name} has no answer to a question with the right one", hint=hint)
+    found = {question: each.best_temperature() for question, each in judged.items() if each.labelled}
+    if not found:
+        raise UsageError(f"{name} has no answer with the right one", hint="generate --questions @FILE --keep target")
     if path.exists():
         raise UsageError(f"--calibrate: {path} already exists", hint="name another file")
-    found = {question: each.best_temperature() for question, each in labelled.items()}
     with writing(f"the temperatures {path}", UsageError), whole_file(path, overwrite=False) as file:
         file.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-    qualities = []
-    for question, each in labelled.items():
-        qualities.append(each.quality(question, name, is_first=True))
-        qualities.append(each.quality(question, "calibrated", is_first=True, temperature=found[question]))
-    story = ", ".join(
-        f"{question} {each:g} (from {len(labelled[question].labelled):,})" for question, each in found.items()
-    )
-    print_tables([_answer_table(qualities)], format_, facts=found, story=[f"Temperatures, in {path}: {story}."])
+    both = ((name, 1.0), ("calibrated", None))
+    rated = [judged[each].quality(each, file, one or found[each]) for each in found for file, one in both]
+    story = ", ".join(f"{each} {value:g} (from {len(judged[each].labelled):,})" for each, value in found.items())
+    print_tables(_answer_tables(rated), format_, facts=found, story=[f"Temperatures, in {path}: {story}."])
 
 
 def _compare_logits(rows: Iterable[tuple[ComparedRow | None, ComparedRow | None]], format_: Format) -> None:
