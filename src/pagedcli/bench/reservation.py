@@ -48,8 +48,8 @@ class ReservationRow:
     ran at once, and the shares of all steps."""
 
     kv_cache: Annotated[str, "KV cache"]
-    at_once: Annotated[float, "at once", "{:,.1f}".format]  # sequences that run
-    most: int  # of these
+    at_once: Annotated[float, "sequences", "{:,.1f}".format]  # that run at once
+    most: Annotated[int, "most sequences"]
     tokens: Annotated[Share, "holds tokens"]  # shares of the pool from here on
     reserved: Annotated[Share, "reserved"]  # for tokens that come later
     internal: Annotated[Share, "internal"]  # reserved for tokens that never come
