@@ -168,7 +168,6 @@ def cache(
     Examples:
       pagedcli bench cache
       pagedcli bench cache -m ./Qwen3-0.6B --lengths 128,512 --repeat 2
-      pagedcli bench cache --lengths 2000 --output-len 1000 --repeat 1
 
     Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
