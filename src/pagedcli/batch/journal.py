@@ -381,9 +381,8 @@ def earlier_output(path: Path, read: InputScan, fingerprint: dict[str, str]) -> 
     for each in path.parent.glob("*.run.json"):
         with suppress(UsageError):
             record = read_record(output := each.with_name(each.name.removesuffix(".run.json")))
-            if record.input == read and not settings_that_differ(
-                record.fingerprint, fingerprint, apart_from=of_answers
-            ):
+            differ = settings_that_differ(record.fingerprint, fingerprint, apart_from=of_answers)
+            if record.input == read and not differ:
                 return output
     return None
 
