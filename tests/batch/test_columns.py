@@ -55,7 +55,7 @@ def test_the_output_field_renames_the_text_of_rows_samples_and_errors(harness):
 
 LINES = [
     {"id": "a", "prompt": "The fox", "label": "x", "meta": {"k": [1, None]}},
-    {"id": "b", "prompt": "Hello", "meta": 2.5, "choices": ["a", "b"]},
+    {"id": "b", "prompt": "Hello", "meta": 2.5},
     {"id": "c", "prompt": 5, "label": "z"},
 ]
 
@@ -123,7 +123,7 @@ def test_the_answer_under_another_name_frees_the_name_text(tmp_path):
 
 
 def test_a_table_has_the_copied_columns_as_cells(tmp_path):
-    prompts = write_rows(tmp_path / "in.jsonl", LINES)
+    prompts = write_rows(tmp_path / "in.jsonl", [{**line, "choices": ["a", "b"]} for line in LINES])
     for keep in ("label,meta", "all"):
         pagedcli("generate", prompts, "-o", tmp_path / "out.csv", "--keep", keep, "--overwrite", *FAST, expect=3)
         rows = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))

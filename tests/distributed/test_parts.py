@@ -116,13 +116,6 @@ def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single,
     assert folder.missing() == list(range(1, folder.manifest.num_parts))
     with pytest.raises(UsageError, match=r"15 of 16 parts.*are not done"):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
-    make_parts(folder, loaded)
-    merge_parts(folder.path, tmp_path / "merged.jsonl")
-    assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
-
-
-def test_a_worker_whose_time_is_over_begins_no_row_and_the_next_one_makes_them(single, parts, tmp_path):
-    folder, loaded = parts
     late = Worker(folder.path, load_config(None, FLAGS | {"run.max_time": "0.000001s"}))
     assert not any(late.run_part(number) for number in folder.missing())
     assert late.stats.facts.num_steps == 0

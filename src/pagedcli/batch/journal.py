@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
-from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
@@ -41,7 +40,6 @@ _ROW = b',"row":'
 NO_KEY = bytes(16)  # of a row that no later run may take over
 _PAGE = 4096  # rows
 _MOST_FAILURES = 3  # most failures kept in memory
-_MOST_RECORDS = 100  # records of other runs that are read
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
@@ -380,12 +378,11 @@ def read_record(path: Path) -> RunRecord:
 def earlier_output(path: Path, read: InputScan, fingerprint: dict[str, str]) -> Path | None:
     """An output in the same folder, or the one that is to be replaced, whose run had the same prompts and model."""
     of_answers = frozenset(name for name in fingerprint if name.startswith(("sampling.", "seed", "input")))
-    for each in islice(path.parent.glob("*.run.json"), _MOST_RECORDS):
+    for each in path.parent.glob("*.run.json"):
         with suppress(UsageError):
             record = read_record(output := each.with_name(each.name.removesuffix(".run.json")))
-            if record.input == read and not settings_that_differ(
-                record.fingerprint, fingerprint, apart_from=of_answers
-            ):
+            differ = settings_that_differ(record.fingerprint, fingerprint, apart_from=of_answers)
+            if record.input == read and not differ:
                 return output
     return None
 

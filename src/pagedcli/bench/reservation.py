@@ -39,7 +39,6 @@ _CACHES: dict[str, Callable[[int, Limits, Emit | None], Cache]] = {
     "paged": make_cache,
 }
 _FOR_BLOCKS = ("free_blocks", "preemption")  # what the first in the queue waits for
-_SHARES = 1.05  # times: less is not said to be due to sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,8 @@ class ReservationRow:
     ran at once, and the shares of all steps."""
 
     kv_cache: Annotated[str, "KV cache"]
-    at_once: Annotated[float, "at once", "{:,.1f}".format]  # sequences that run
-    most: int  # of these
+    at_once: Annotated[float, "sequences", "{:,.1f}".format]  # that run at once
+    most: Annotated[int, "most sequences"]
     tokens: Annotated[Share, "holds tokens"]  # shares of the pool from here on
     reserved: Annotated[Share, "reserved"]  # for tokens that come later
     internal: Annotated[Share, "internal"]  # reserved for tokens that never come
@@ -150,7 +149,7 @@ def said_of(rows: Items[ReservationRow]) -> str:
     """How many more requests pages hold, and what of that is due to sharing, in a sentence."""
     paged = rows[-1].at_once
     model, own, unshared = (f"{paged / row.at_once:.1f} times as many" for row in rows[:-1])
-    sharing = f" Sharing alone makes it {unshared}." if paged >= _SHARES * rows[2].at_once else ""
+    sharing = f" Sharing alone makes it {unshared}." if paged > 1.05 * rows[2].at_once else ""
     return (
         f"Paged holds {own} sequences at once as reserving each request's own limit ({paged:,.1f} to"
         f" {rows[1].at_once:,.1f}), {model} as reserving the model's length ({rows[0].at_once:,.1f}).{sharing}"

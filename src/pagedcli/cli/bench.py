@@ -168,7 +168,6 @@ def cache(
     Examples:
       pagedcli bench cache
       pagedcli bench cache -m ./Qwen3-0.6B --lengths 128,512 --repeat 2
-      pagedcli bench cache --lengths 2000 --output-len 1000 --repeat 1
 
     Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
@@ -246,7 +245,8 @@ def reservation(
     pool = f"{plural(num_blocks, 'block')} of {plural(limits.block_size, 'token')}"
     failed = [f"{plural(stats.num_failed, 'row')} failed; line {at}: {why}" for at, why in stats.first_failed[:1]]
     title = f"{plural(stats.num_done - stats.num_failed, 'row')} in {pool}"
-    shown = table(ReservationRow, "caches", title, rows, notes=[*failed, SOURCE])
+    columns = "kv_cache at_once tokens reserved internal external tokens_per_s preemptions wall_s"
+    shown = table(ReservationRow, "caches", title, rows, columns, notes=[*failed, SOURCE])
     facts = {"num_blocks": num_blocks, "published_tokens": PUBLISHED, "num_failed": stats.num_failed}
     print_tables([shown], format_, facts=facts, story=[said_of_caches(rows)])
     if stats.num_failed:

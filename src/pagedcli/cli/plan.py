@@ -21,18 +21,7 @@ from pagedcli.batch.line_sample import LineSample, sample_lines
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import open_source
 from pagedcli.cli.cures import find_cures, or_note, print_answer
-from pagedcli.cli.options import (
-    ENGINE_KEYS,
-    PLAN_KEYS,
-    PROMPT_KEYS,
-    RUN_KEYS,
-    SAMPLING_KEYS,
-    ConfigFile,
-    Flags,
-    FormatOption,
-    config_flags,
-    option,
-)
+from pagedcli.cli.options import FLAGS, PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.plan_tune import tuned_settings
 from pagedcli.cli.run_flags import GenerateOptions
 from pagedcli.cli.summary import say_refused
@@ -94,7 +83,7 @@ class PlanOptions:
 
 @config_flags(
     *(*PLAN_KEYS, *PROMPT_KEYS, "sampling.n", "run.output_field", "run.keep", "run.reorder", "run.max_time"),
-    hidden=(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS),
+    hidden=FLAGS,
     ignored=GenerateOptions,
 )
 def plan(options: PlanOptions, *, flags: Flags, without: list[str]) -> None:
