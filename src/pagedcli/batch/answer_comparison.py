@@ -25,14 +25,14 @@ class AnswerQuality:
     question: str
     file: str
     answers: int
-    flipped: Annotated[int | None, "choices that differ"] = None  # None: it is the first file
-    with_target: Annotated[int, "with a target"] = 0
+    flipped: Annotated[int | None, "flips"] = None  # None: it is the first file
+    with_target: Annotated[int, "targets"] = 0
     right: Annotated[float | None, "right", "{:.1%}".format] = None
     interval: Annotated[Interval | None, "95 %", interval_text] = None
-    brier: Annotated[float | None, "Brier score", "{:.3f}".format] = None  # sum over the options
-    log_loss: Annotated[float | None, "log loss, nats", "{:.3f}".format] = None
-    calibration_error: Annotated[float | None, "calibration error", "{:.1%}".format] = None  # expected, by confidence
-    error_interval: Annotated[Interval | None, "95 % of it", interval_text] = None
+    brier: Annotated[float | None, "Brier", "{:.3f}".format] = None  # sum over the options
+    log_loss: Annotated[float | None, "log loss", "{:.3f}".format] = None
+    calibration_error: Annotated[float | None, "ECE", "{:.1%}".format] = None  # expected, by confidence
+    error_interval: Annotated[Interval | None, "95 %", interval_text] = None
 
 
 @dataclass(slots=True)
