@@ -7,12 +7,15 @@ import math
 import pytest
 import torch
 from cli_harness import FAST, pagedcli, rows_of, write_rows
+from conftest import shared_data
 from harness.engine import BUILTIN, Harness, transformers_logits
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.decisions import Question, cells_of
+from pagedcli.batch.decisions import Question, cells_of, option_tokens
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.verify import EXIT_DIFFERENT
 from pagedcli.config import RunConfig
+from pagedcli.errors import RequestError
 
 STATE = "Once upon a time there was a little dog who liked to play in the park."
 TOPIC = {"question": "What is it about?", "options": ["a dog", "a cat", "rain"]}
@@ -137,6 +140,14 @@ def test_what_does_not_go_with_questions_is_an_error_row(harness):
     rows = harness.rows(lines, columns=Columns(keep=("answers",)))
     codes = ["invalid_parameter", "invalid_parameter", "invalid_request", "reserved_column"]
     assert [row["error"]["code"] for row in rows] == codes
+
+
+def test_a_letter_must_be_one_token_and_options_must_differ():
+    tokenizer = Tokenizer(shared_data("stories260k"))
+    with pytest.raises(RequestError, match="letters are not one token each"):
+        option_tokens(tokenizer, ("A", "B"), are_letters=True, is_chat=False)
+    with pytest.raises(RequestError, match="have the same tokens"):
+        option_tokens(tokenizer, ("yes", "yes"), are_letters=False, is_chat=True)
 
 
 # ---------------------------------------------------------------------- files and commands
