@@ -101,9 +101,9 @@ class RowWriter:
         answer = {self.columns.answer: None, "finish_reason": None, "usage": None, "error": what}
         return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **answer})
 
-    def encode_reused(self, row: BatchRow, old: bytes) -> bytes:
-        """A good row of an earlier run, with the index, id and copied columns of this one."""
-        fields = msgspec.json.decode(old, type=dict[str, msgspec.Raw])
+    def encode_known(self, row: BatchRow, known: bytes) -> bytes:
+        """A good row that asked for the same, with the index, id and copied columns of this one."""
+        fields = msgspec.json.decode(known, type=dict[str, msgspec.Raw])
         if "response" in fields:
             key = msgspec.json.decode(fields["id"], type=str).removeprefix("batch_req_").encode()
             return self._openai_row(
