@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.sequence import Sequence
+from pagedcli.printable import id_ranges
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -110,6 +111,22 @@ def two_long_prompts() -> str:
     return story.text()
 
 
+def slot_numbers() -> str:
+    """300 tokens at block size 256, in blocks 5 and 12."""
+    story, size = Story(14, 256), 256
+    story.start("before", list(range(5 * size)))
+    seq = story.start("S", list(range(9000, 9000 + size)))
+    story.start("after", list(range(20_000, 20_000 + 6 * size)))
+    for token_id in range(44):
+        story.append("S", token_id)
+    slots = [seq.block_table[place // size] * size + place % size for place in range(300)]
+    story.say(f"S: {len(seq.token_ids)} tokens, table {seq.block_table}")
+    story.say(f"its tokens are in slots {id_ranges(slots)}")
+    story.append("S", 44)
+    story.say(f"its next token goes to slot {seq.block_table[-1]} * {size} + {300 % size} = {slots[-1] + 1}")
+    return story.text()
+
+
 def growth() -> str:
     """One sequence at block size 4, from 4 tokens to 9."""
     story = Story(4, 4)
@@ -179,5 +196,7 @@ def window() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (pool, two_long_prompts, growth, three_prompts, whole_prompt_cached, copy_on_write, window)
+    for function in (
+        pool, slot_numbers, two_long_prompts, growth, three_prompts, whole_prompt_cached, copy_on_write, window,
+    )
 }  # fmt: skip

@@ -24,6 +24,7 @@ from pagedcli.config import Config
 from pagedcli.config_keys import ConfigKey, keys_of
 from pagedcli.models.families import registry
 from pagedcli.models.family import Llama
+from pagedcli.show.drawing import Area, Drawn, Shape, box, draw, line, text
 from pagedcli.views.step_rows import TABLES, file_columns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,7 +137,7 @@ def models() -> Files:
 # ---------------------------------------------------------------------- docs/learn
 
 INDEX: dict[Language, str] = {"en": """\
-# How a paged KV cache works, in eight lessons
+# How a paged KV cache works, in eleven lessons
 
 `pagedcli learn` teaches these lessons in a terminal: it asks for a prediction, runs the command, shows the block pool,
 and the trace of the run says whether you were right. Nothing is downloaded. Here they are to be read; all commands can
@@ -144,7 +145,7 @@ be run as they stand, in a folder with the file that is shown. `pagedcli learn 3
 [draws the pool](../look-inside.md#pictures-of-a-run).
 
 """, "zh": """\
-# 分页 KV 缓存的工作原理：八节课
+# 分页 KV 缓存的工作原理：十一节课
 
 `pagedcli learn --lang zh` 在终端里讲授这些课程：先请你预测，再运行命令、显示块池，然后由这次运行的 trace \
 告诉你预测得对不对。不需要下载任何东西。这里是可供阅读的版本；把文中的文件放进一个文件夹，所有命令都可以原样运行。\
@@ -157,6 +158,11 @@ LEARN: dict[Language, Path] = {"en": DOCS / "learn", "zh": DOCS / "zh" / "learn"
 def index(lang: Language) -> str:
     """The page that lists the lessons."""
     return INDEX[lang] + "".join(f"{each.number}. [{each.title}]({each.name})\n" for each in lessons(lang))
+
+
+def without_printed(page: str) -> str:
+    """The page of a lesson without what its commands print, which differs from machine to machine."""
+    return re.sub(r"(?<=```\n\n)```text\n.*?```\n", "", page, flags=re.DOTALL)
 
 
 def _page(lesson: Lesson) -> str:
@@ -172,19 +178,84 @@ def learn() -> Files:
             yield folder / lesson.name, _page(lesson)
 
 
+# ---------------------------------------------------------------------- docs/pictures/path.svg
+
+# Chains of files: each with what it does, and a name that it and the next one use. The second and third begin at a file
+# of the first: see BRANCHES. tests/test_architecture.py holds them against the code.
+PATHS: list[list[tuple[str, str, str]]] = [
+    [
+        ("batch/lines.py", "reads the input line by line", "Line"),
+        ("batch/prompts.py", "parses, checks, makes token ids, admits", "BatchRow"),
+        ("batch/run.py", "keeps rows at hand, hands them in", "add_request"),
+        ("core/engine_core.py", "queues a sequence per sample", "Sequence"),
+        ("core/scheduler.py", "chooses sequences and their tokens", "ScheduledStep"),
+        ("core/step_input.py", "makes arrays: token ids, slots, tables", "StepInput"),
+        ("runner/model_runner.py", "runs the model over the paged cache", "SamplingInput"),
+        ("runner/sampler.py", "chooses the next tokens", "StepTokens"),
+        ("core/engine_core.py", "appends them, finishes sequences", "FinishedRequest"),
+        ("batch/run.py", "puts the answers together", "BatchRow"),
+        ("batch/rows.py", "makes the row of journal and output", ""),
+    ],
+    [
+        ("runner/device_state.py", "holds cache tensor and block tables", "PagedBatch"),
+        ("attention/base.py", "writes K and V, attends over blocks", ""),
+    ],
+    [
+        ("core/cache.py", "looks prefixes up, takes room", "PrefixHit"),
+        ("core/block_manager.py", "changes blocks, says each change", "BlocksAllocated"),
+        ("trace/state.py", "folds events: the pool again", "PoolState"),
+        ("views/moment.py", "keeps what a moment shows", "Moment"),
+        ("show/step_tables.py", "prints the tables of a step", ""),
+    ],
+]
+BRANCHES = [("core/scheduler.py", "PrefixHit", 2), ("runner/model_runner.py", "DeviceState", 1)]  # file, name, chain
+
+
+def path() -> Files:
+    """The path of a request through files and records."""
+    rows = [file for file, *_ in PATHS[0]]
+    starts = {chain: rows.index(file) for file, _, chain in BRANCHES}
+
+    def body(area: Area) -> Drawn:
+        assert area.height is not None, "a slide has one"
+        parts, wide, pitch = list[str](), area.width * 0.26, area.height / len(rows)
+        gap = (area.width - 3 * wide) / 2
+        for chain, files in enumerate(PATHS):
+            x = area.x + chain * (wide + gap)
+            for row, (file, does, name) in enumerate(files, starts.get(chain, 0)):
+                y = area.y + row * pitch
+                parts.append(box(x, y, wide, pitch * 0.7, "empty"))
+                parts.append(text(x + 8, y + pitch * 0.31, file, "strong", area.font * 0.78))
+                parts.append(text(x + 8, y + pitch * 0.58, does, "ink", area.font * 0.7))
+                if name:
+                    parts.append(text(x + 20, y + pitch * 0.92, f"\u2193 {name}", "muted", area.font * 0.72))
+        for file, name, chain in BRANCHES:
+            y, end = area.y + (rows.index(file) + 0.35) * pitch, area.x + chain * (wide + gap)
+            parts.append(line(area.x + wide, y, end, y, "edge"))
+            parts.append(text(area.x + wide + 10, y - 5, f"{name} \u2192", "muted", area.font * 0.72))
+        return parts, area.height
+
+    caption = (
+        "Each box is a file of src/pagedcli, with what it hands to the next one. On the left a row's way to its answer,"
+        " in the middle the device, on the right the cache, whose every change is an event that all views fold."
+    )
+    picture = draw("The path of a request", caption, body, Shape.SLIDE)
+    yield DOCS / "pictures" / "path.svg", picture.svg()
+
+
 WRITTEN: dict[str, Callable[[], Files]] = {
-    each.__name__: each for each in (config, families, dump_kv, kv_cache, models, learn)
+    each.__name__: each for each in (config, families, dump_kv, kv_cache, models, learn, path)
 }
 
 
 def main(arguments: list[str]) -> None:
     for name in [each for each in arguments if each != "--write"] or WRITTEN:
-        for path, text in WRITTEN[name]():
-            is_new = not path.exists() or path.read_text(encoding="utf-8") != text
+        for file, content in WRITTEN[name]():
+            is_new = not file.exists() or without_printed(file.read_text(encoding="utf-8")) != without_printed(content)
             if is_new and "--write" in arguments:
-                path.write_text(text, encoding="utf-8")
+                file.write_text(content, encoding="utf-8")
             state = ("renewed" if "--write" in arguments else "out of date") if is_new else "up to date"
-            print(f"{path.relative_to(ROOT)}: {state}")
+            print(f"{file.relative_to(ROOT)}: {state}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Run a command as a person would: arguments in, exit code and streams out."""
 
+import io
 import json
+import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
@@ -10,13 +13,27 @@ PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upo
 FAST = ("--max-tokens", "4", "--num-kvcache-blocks", "64", "--max-num-seqs", "4")
 
 
+class Terminal(io.StringIO):
+    """What stands on a terminal."""
+
+    def isatty(self):
+        return True
+
+
 def pagedcli(*arguments, stdin=None, expect=0, columns=80):
-    runner = CliRunner(env={"COLUMNS": str(columns)})
-    result = runner.invoke(app, [str(argument) for argument in arguments], input=stdin)
+    result = invoke(*arguments, stdin=stdin, columns=columns)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
     return result
+
+
+def invoke(*arguments, stdin=None, columns=80):
+    """The result of a command, which is also that of this process."""
+    words = [str(argument) for argument in arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pagedcli", *words])
+        return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, words, input=stdin)
 
 
 def with_keys(folder, **keys):

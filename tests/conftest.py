@@ -8,7 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import bit_settings
 import pytest
@@ -57,6 +59,41 @@ def native_library():
 @pytest.fixture(scope="module")
 def library():
     return native_library()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Nothing compiles the native kernels, and none of them are loaded."""
+    monkeypatch.setenv("PAGEDCLI_NATIVE", "build")
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    forget_library()
+    yield "the C++ compiler of $CXX does not exist: /nowhere/g++"
+    forget_library()
+
+
+@pytest.fixture
+def add_backend(monkeypatch):
+    """Adds a module of attention to the registry, as the first choice on some devices."""
+    from pagedcli.attention import select
+
+    def add(name, *devices, **functions):
+        module = SimpleNamespace(**functions)
+        monkeypatch.setitem(sys.modules, f"fake_{name}", module)
+        monkeypatch.setattr(select, "REGISTRY", (select.Entry(name, f"fake_{name}", devices), *select.REGISTRY))
+
+    return add
+
+
+@pytest.fixture
+def no_unnamed_files(monkeypatch):
+    """Files have a name from the start, as on a network file system."""
+    monkeypatch.setattr("pagedcli.files._unnamed_file", lambda folder: None)
+
+
+@pytest.fixture
+def store_files_of(monkeypatch):
+    """Lets the files of a prefix store hold a given number of bytes of blocks."""
+    return partial(monkeypatch.setattr, "pagedcli.core.store.FILE_BYTES")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +151,17 @@ def prompts_wait_in_small_batches() -> Iterator[None]:
         patch.setattr("pagedcli.core.scheduler.ENOUGH_PROMPTS", 1)
         patch.setattr("pagedcli.core.scheduler.MOST_HELD", 3)
         yield
+
+
+@pytest.fixture
+def torch_cuda(monkeypatch):
+    """Lets torch.cuda say what it says where there is a GPU: its functions by name."""
+
+    def says(**functions):
+        for name, function in functions.items():
+            monkeypatch.setattr(f"torch.cuda.{name}", function)
+
+    return says
 
 
 @pytest.fixture

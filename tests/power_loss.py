@@ -118,6 +118,23 @@ class WatchedDisk:
         return found
 
 
+def synced_by(program: Callable[[], object]) -> list[int]:
+    """What a program syncs, in this order: inode numbers."""
+    numbers, fsync = list[int](), os.fsync
+
+    def sync(fd: int) -> None:
+        numbers.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    _run_with(sync, program)
+    return numbers
+
+
+def _run_with(sync: Callable[[int], None], program: Callable[[], object]) -> None:
+    with mock.patch.object(os, "fsync", sync):
+        program()
+
+
 def _moments(root: Path, program: Callable[[], object]) -> list[Cut]:
     cuts: list[Cut] = []
     disk = WatchedDisk(root)
@@ -127,8 +144,7 @@ def _moments(root: Path, program: Callable[[], object]) -> list[Cut]:
         disk.sync(fd)
 
     try:
-        with mock.patch.object(os, "fsync", sync):
-            program()
+        _run_with(sync, program)
         cuts.append(disk.cut())
     finally:
         disk.close()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,18 +92,20 @@ def parsed(path):
 
 
 @cache
+def import_statements(path):
+    """All of a file, and those that only a type checker reads."""
+    nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.If | ast.Import | ast.ImportFrom)]
+    blocks = [each for each in nodes if isinstance(each, ast.If) and getattr(each.test, "id", "") == "TYPE_CHECKING"]
+    return nodes, {node for block in blocks for node in ast.walk(block)}
+
+
+@cache
 def imports(path, *, module_level_only=False, with_types=False):
     """Dotted names imported by a file; relative imports are not used in this project."""
-    tree = parsed(path)
-    nodes = list(tree.body if module_level_only else ast.walk(tree))
-    if not with_types:
-        blocks = [
-            each for each in nodes if isinstance(each, ast.If) and getattr(each.test, "id", "") == "TYPE_CHECKING"
-        ]
-        typing_only = {node for block in blocks for node in ast.walk(block)}
-        nodes = [node for node in nodes if node not in typing_only]
+    found, typing_only = import_statements(path)
+    nodes = parsed(path).body if module_level_only else found
     names = set()
-    for node in nodes:
+    for node in nodes if with_types else (node for node in nodes if node not in typing_only):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -293,3 +297,15 @@ def test_no_python_child_takes_modules_from_the_folder_that_it_runs_in():
     ]
     assert len(flags) >= 4
     assert set(flags) == {'"-P"'}
+
+
+def test_the_picture_of_a_requests_path_names_what_files_hand_on():
+    """Each name in docs/pictures/path.svg is used in the file that hands it on and in the one that takes it."""
+    renew = import_module("renew")
+    steps = [(a, name, b) for chain in renew.PATHS for (a, _, name), (b, *_) in pairwise(chain)]
+    steps += [(file, name, renew.PATHS[chain][0][0]) for file, name, chain in renew.BRANCHES]
+    for giver, name, taker in steps:
+        for file in (giver, taker):
+            nodes = list(ast.walk(parsed(SRC / file)))
+            used = {getattr(node, key, None) for node in nodes for key in ("id", "attr", "name")}
+            assert name in used, f"{file} does not use {name}"

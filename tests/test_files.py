@@ -193,8 +193,7 @@ with whole_file(Path({str(tmp_path / "out.json")!r}), overwrite=False) as file:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_unnamed_files_hidden_ones_are_used_and_cleared_away(data, monkeypatch):
-    monkeypatch.setattr("pagedcli.files._unnamed_file", lambda folder: None)
+def test_without_unnamed_files_hidden_ones_are_used_and_cleared_away(data, no_unnamed_files):
     left = data.with_name(f".{data.name}.0123abcd.tmp")
     left.write_text("left by a killed process")
     with whole_file(data, overwrite=True) as file:
@@ -222,7 +221,7 @@ def test_a_small_file_is_read_up_to_a_limit(data):
             read_whole(path, 3)
 
 
-def test_a_pipe_is_read_to_its_end_but_never_waited_for_without_end(tmp_path, monkeypatch):
+def test_a_pipe_is_read_to_its_end_but_never_waited_for_without_end(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Timer(0.05, fifo.write_bytes, [b"precious"]).start()
@@ -232,9 +231,8 @@ def test_a_pipe_is_read_to_its_end_but_never_waited_for_without_end(tmp_path, mo
     os.close(writes)
     assert read_whole(Path(f"/dev/fd/{reads}"), 100) == b"text"
     os.close(reads)
-    monkeypatch.setattr("pagedcli.files._PIPE_WAIT_S", 0.05)
-    with pytest.raises(OSError, match="nothing was written to this pipe"):
-        read_whole(fifo, 100)
+    with pytest.raises(OSError, match=r"nothing was written to this pipe for 0\.05 s"):
+        read_whole(fifo, 100, wait_s=0.05)
 
 
 def test_a_pipe_is_never_taken_for_a_file_of_ours(tmp_path):

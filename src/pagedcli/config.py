@@ -47,6 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: Annotated[
         str | None, _model("Branch, tag or commit of a hub model", affects_rows=False, has_flag=False)
     ] = None
+    adapter: Annotated[
+        str | None, _model("LoRA adapter, a folder or hub id, to merge into the weights", metavar="ADAPTER")
+    ] = None
     dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as in the checkpoint")] = "auto"
     quantization: Annotated[
         str | None,
@@ -327,6 +330,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_errors: Annotated[
         int | None, _rows("Stop after this many error rows; --resume continues", at_least=1, affects_rows=False)
     ] = None
+    max_time: Annotated[
+        float | None,
+        _rows(
+            "Start no row after this time, e.g. 90min or 6h; rows in flight finish, --resume continues",
+            metavar="TIME",
+            default="no limit",
+            above=0,
+            affects_rows=False,
+        ),
+    ] = None
     strict: Annotated[bool, _rows("Reject rows with unknown fields instead of only reporting them")] = False
 
     def __post_init__(self) -> None:
@@ -382,6 +395,8 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
     for name in engine.keys() & BYTE_KEYS:
         if isinstance(engine[name], str):
             engine[name] = parse_bytes(engine[name])
+    if isinstance(max_time := document.get("run", {}).get("max_time"), str):
+        document["run"]["max_time"] = parse_seconds(max_time)
     for dotted in _leaf_keys(document):
         _read_value(document, dotted, sources[dotted])
     if type(engine.get("checkpoints")) is int:
@@ -560,9 +575,21 @@ _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _BYTES |= {unit: 2**power for power, units in {10: "K KIB", 20: "M MIB", 30: "G GIB"}.items() for unit in units.split()}
 
 
+_SECONDS = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600, "D": 86400}
+
+
 def parse_bytes(text: str) -> int:
     """Bytes of '4GiB', '500MB', '4G' (binary) or '4294967296'. Raises: ConfigError."""
+    return int(_parse(text, _BYTES, "a number of bytes", "4GiB, 500MB or 4294967296"))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of '6h', '90min', '1.5d' or '45'. Raises: ConfigError."""
+    return _parse(text, _SECONDS, "a time", "6h, 90min or 45s")
+
+
+def _parse(text: str, units: Mapping[str, int], what: str, examples: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _BYTES:
-        raise ConfigError(f"cannot read {text!r} as a number of bytes", hint="for example 4GiB, 500MB or 4294967296")
-    return int(float(match[1]) * _BYTES[match[2].upper()])
+    if match is None or match[2].upper() not in units:
+        raise ConfigError(f"cannot read {text!r} as {what}", hint=f"for example {examples}")
+    return float(match[1]) * units[match[2].upper()]

@@ -155,6 +155,18 @@ class PrefixLookedUp(Event, frozen=True, gc=False):
     shared_tokens: int | None = None
     vetoed_by: str | msgspec.UnsetType = msgspec.UNSET  # the kind of cache that allowed less than the blocks
     disk_tokens: int | msgspec.UnsetType = msgspec.UNSET  # part of tokens_hit, restored for it; UNSET: without a store
+    # the blocks that the sequence takes now, in all groups of layers; UNSET: an older trace, or another engine's
+    blocks_shared: int | msgspec.UnsetType = msgspec.UNSET  # found while other sequences hold them
+    blocks_revived: int | msgspec.UnsetType = msgspec.UNSET  # found on the free list
+    blocks_fresh: int | msgspec.UnsetType = msgspec.UNSET  # taken from the free list, to be written
+
+    @property
+    def blocks_taken(self) -> dict[str, int] | None:
+        """The blocks that the sequence takes now, by where they come from; None: not known."""
+        shared, revived, fresh = self.blocks_shared, self.blocks_revived, self.blocks_fresh
+        if shared is msgspec.UNSET or revived is msgspec.UNSET or fresh is msgspec.UNSET:
+            return None
+        return {"shared": shared, "revived": revived, "fresh": fresh}
 
 
 class BlocksReused(Event, frozen=True, gc=False):

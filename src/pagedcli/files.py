@@ -25,7 +25,6 @@ from pagedcli.process import interrupts_raised
 _STREAM_FOLDERS = ("/dev/fd/", "/proc/")
 _OPEN_FILES = "/proc/self/fd"
 _STREAM_NAMES = ("/dev/stdin", "/dev/stdout", "/dev/stderr")
-_PIPE_WAIT_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +171,10 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def read_whole(path: Path, most_bytes: int) -> bytes:
+def read_whole(path: Path, most_bytes: int, *, wait_s: float = 30) -> bytes:
     """The content of a small file of the user's, which may be a pipe or a device.
 
-    Raises: OSError if it cannot be read, has more bytes, or is a pipe that nobody writes to for a while.
+    Raises: OSError if it cannot be read, has more bytes, or is a pipe that nobody writes to for `wait_s` seconds.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     with open(fd, "rb", buffering=0) as file:
@@ -184,8 +183,8 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
             os.set_blocking(fd, True)
         content = bytearray()
         while len(content) <= most_bytes:
-            if is_pipe and not select.select([fd], [], [], _PIPE_WAIT_S)[0]:
-                raise OSError(errno.ETIMEDOUT, f"nothing was written to this pipe for {_PIPE_WAIT_S} s", str(path))
+            if is_pipe and not select.select([fd], [], [], wait_s)[0]:
+                raise OSError(errno.ETIMEDOUT, f"nothing was written to this pipe for {wait_s:g} s", str(path))
             part = file.read(most_bytes + 1 - len(content))
             if not part:
                 return bytes(content)

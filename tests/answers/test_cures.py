@@ -20,8 +20,12 @@ from pagedcli.cli.plan_tune import time_in_turns
 from pagedcli.config import load_config
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
+from pagedcli.models.hub import model_folder
+from pagedcli.models.reading import read_spec
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
 from pagedcli.planning.prompt_sample import PromptSample
-from pagedcli.planning.step_time import StepTime
+from pagedcli.planning.step_time import StepTime, save_step_time
 from pagedcli.simulation.requests import Request, Requests
 from pagedcli.simulation.run import recorded_plan
 from pagedcli.simulation.sources import read_recorded_run
@@ -305,12 +309,15 @@ def test_without_recorded_tokens_no_order_is_tried(runs, tmp_path):
     }  # fmt: skip
 
 
-def test_generate_takes_the_settings_that_plan_tune_prints(runs, tmp_path, monkeypatch):
+def test_generate_takes_the_settings_that_plan_tune_prints(runs, tmp_path, step_times, monkeypatch):
     folder, _ = runs
-    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (step_time(20), "a test"))
+    engine = load_config(None, {"engine.max_num_seqs": 4, "engine.max_num_batched_tokens": 64}).config.engine
+    save_step_time(decide(engine, read_spec(model_folder(engine)), this_machine()).time_key, step_time(20))
     monkeypatch.setattr("pagedcli.cli.plan_tune.time_in_turns", lambda *_: FASTER)
     arguments = ("plan", folder / "in.jsonl", *FLAGS, "--tune")
-    printed = pagedcli(*arguments).stdout
+    told = pagedcli(*arguments)
+    assert "calibrating" not in told.stderr
+    printed = told.stdout
     (tmp_path / "tuned.yaml").write_text(printed)
     assert re.search("^# 28.6 % less time .timed in turns. with --(block-size|chunked)", printed, re.MULTILINE)
     assert "max_num_seqs" not in printed, "it was given"

@@ -34,13 +34,13 @@ def file_of(path, num_rows, *, n=1):
     return write_rows(path, rows)
 
 
-def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None):
+def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None, expected_tokens=None):
     """The forecast of `generate` with these flags, decided as the command does."""
     loaded = load_config(None, flags)
     folder = model_folder(loaded.config.engine)
     spec = read_spec(folder)
     plan = decide(loaded.config.engine, spec, this_machine()).expected_plan
-    requests = PromptRequests(str(path), outputs, most_tokens=most_tokens)
+    requests = PromptRequests(str(path), outputs, expected_tokens=expected_tokens, most_tokens=most_tokens)
     for row, max_tokens in open_prompts(loaded, str(path), folder, plan.limits).admitted():
         requests.add(row, max_tokens)
     reorder = loaded.config.run.reorder
@@ -52,6 +52,15 @@ def predicted(path, flags, *, most_tokens=MOST_SIMULATED, outputs=None):
         whole.add(row, max_tokens)
     ideals = (ideal_hit_rate(accesses_of(each.workload, plan.limits.block_size)) for each in (requests, whole))
     return with_hits_of_all(found, ideal_of_sample=next(ideals), ideal_of_all=next(ideals))
+
+
+def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path):
+    """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
+    rows = [{"prompt": f"row {n}: and a fox", "max_tokens": 200, "ignore_eos": True} for n in range(600)]
+    found = predicted(write_rows(tmp_path / "in.jsonl", rows), {}, most_tokens=100, expected_tokens=2)
+    assert found.share < 0.2
+    assert found.num_requests == pytest.approx(600, abs=30)
+    assert found.num_generated_tokens == pytest.approx(1200, abs=60)
 
 
 def test_with_the_answers_of_a_run_guesses_are_those_of_the_run(tmp_path):

@@ -308,9 +308,9 @@ def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, mo
 # ---------------------------------------------------------------------- the way back after a run
 
 
-def watched_to_its_end(script, has_ended):
+def watched_to_its_end(script, has_ended, **options):
     """A small run under the application, which is driven once it has ended."""
-    run = Run(num_requests=4)
+    run = Run(num_requests=4, **options)
 
     async def when_ended(pilot):
         await until(pilot, lambda: has_ended(run.app, run.player))
@@ -335,14 +335,12 @@ def test_a_finished_run_goes_back_to_any_step():
     watched_to_its_end(script, lambda app, player: player.has_ended and app.player is player.past)
 
 
-def test_a_run_too_long_to_keep_says_so(monkeypatch):
-    monkeypatch.setattr("pagedcli.app.pool_players._KEPT_EVENTS", 20)
-
+def test_a_run_too_long_to_keep_says_so():
     async def script(pilot, app, events):
         assert len(events) > 20
         assert "too long to keep: record it with --record" in await press(pilot, ",")
 
-    watched_to_its_end(script, lambda app, player: player.has_ended)
+    watched_to_its_end(script, lambda app, player: player.has_ended, kept_events=20)
 
 
 @pytest.mark.slow

@@ -83,7 +83,9 @@ def test_steps_run_on_their_device_in_any_thread(model, idle_gpu):
 
 @plain
 @pytest.mark.parametrize("cause", ["no C compiler", "no Python.h", "no libcuda", "another"])
-def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps(monkeypatch, tmp_path, cause):
+def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps(
+    monkeypatch, torch_cuda, tmp_path, cause
+):
     """Before anything is loaded; otherwise the first launch would fail."""
 
     class Driver:
@@ -94,10 +96,9 @@ def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps
             raise RuntimeError("gcc returned 1\nand more")
 
     if cause == "no C compiler":
-        monkeypatch.setattr(triton_paged.shutil, "which", lambda _: None)
+        monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    torch_cuda(is_available=lambda: True, get_device_capability=lambda _: (9, 0))
     monkeypatch.setattr(DriverConfig, "active", Driver())
     headers = tmp_path if cause == "no Python.h" else Path(triton_paged.sysconfig.get_paths()["include"])
     monkeypatch.setattr(triton_paged.sysconfig, "get_paths", lambda: {"include": str(headers)})
@@ -119,15 +120,15 @@ def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps
 
 
 @interpreted
-@pytest.mark.parametrize("what", ["the weights", "a step of", "a KV cache of"])
-def test_a_full_gpu_is_reported_with_what_had_no_room_and_who_holds_it(model, idle_gpu, monkeypatch, what):
+@pytest.mark.parametrize(
+    ("fails", "what"),
+    [("load_decoder", "the weights"), ("measure_device", "a step of"), ("ModelRunner", "a KV cache of")],
+)
+def test_a_full_gpu_is_reported_with_what_had_no_room_and_who_holds_it(model, idle_gpu, monkeypatch, fails, what):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    if what == "a KV cache of":
-        monkeypatch.setattr(loading, "ModelRunner", fail)
-    else:
-        monkeypatch.setattr(loading, "load_decoder" if what == "the weights" else "measure_device", fail)
+    monkeypatch.setattr(loading, fails, fail)
     holder = Holder(17, "other", 3 * 2**30)
     monkeypatch.setattr(loading, "other_holders", lambda _: [holder])
     with pytest.raises(ConfigError, match=f"^cuda:0 has no room for {what}.*0.20 of 0.25 GiB are free.*pid 17.*3.00"):

@@ -1,6 +1,7 @@
 """The Triton kernels without a GPU: right through the interpreter, in launches that fit the card."""
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,15 @@ def test_groups_that_no_small_card_has_shared_memory_for_are_refused(dtype, head
         paged.check(spec)
 
 
+@pytest.fixture
+def most_items_of_the_device(monkeypatch):
+    """Lets lists of so many items be made on the device."""
+    return partial(monkeypatch.setattr, paged, "DEVICE_LIST_ITEMS")
+
+
 @pytest.mark.parametrize("window", [None, 1, 300])
 @pytest.mark.parametrize("totals", [[600, 20, 300], [1], [256, 257], [1, 512, 1, 511, 2000]])
-def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeypatch):
+def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, most_items_of_the_device):
     """A captured graph makes its list on the device, for any lengths up to max_total."""
     backend = paged.TritonAttention(AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64))
     table = torch.zeros(len(totals), 200, dtype=torch.int32)
@@ -66,11 +73,11 @@ def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeyp
     backend.prepare(batch)
     device = batch.work
     most_items = sum(-(-total // paged.SPLIT) for total in totals)
-    monkeypatch.setattr(paged, "DEVICE_LIST_ITEMS", most_items)
+    most_items_of_the_device(most_items)
     backend.prepare(batch)
     assert batch.work.capacity == min(device.capacity, most_items)  # bounded by the sum, not by the longest
     assert batch.work.item_seq[: batch.work.num_items].tolist() == device.item_seq[: device.num_items].tolist()
-    monkeypatch.setattr(paged, "DEVICE_LIST_ITEMS", 0)
+    most_items_of_the_device(0)
     backend.prepare(batch)
     host, num_items = batch.work, batch.work.num_items.item()
     assert num_items == sum(map(len, splits))

@@ -3,11 +3,11 @@
 import gzip
 import io
 import json
-import os
 import resource
 import signal
 
 import pytest
+from power_loss import synced_by
 
 from pagedcli.batch.journal import Journal, check_output, journal_path, open_journal, read_record
 from pagedcli.batch.lines import InputScan
@@ -341,13 +341,11 @@ def test_a_sharded_stream_counts_its_own_rows():
     assert stream.getvalue() == b"1\n4\n"
 
 
-def test_after_a_power_cut_a_new_journal_has_its_name(tmp_path, monkeypatch):
+def test_after_a_power_cut_a_new_journal_has_its_name(tmp_path):
     """The file first, then its folder: a file's own sync may not keep its name."""
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
     path = tmp_path / "runs" / "out.jsonl.partial"
     path.parent.mkdir()
-    Journal.create(path, FINGERPRINT).close()
+    synced = synced_by(lambda: Journal.create(path, FINGERPRINT).close())
     assert synced == [path.stat().st_ino, path.parent.stat().st_ino]
 
 

@@ -1,6 +1,7 @@
 """Besides rows: CSV tables, metrics and summary for machines; and the order in which rows are served."""
 
 import csv
+import io
 import json
 import random
 
@@ -9,6 +10,7 @@ from cli_harness import FAST, pagedcli, rows_of, write_rows
 from harness.engine import Harness, encode, without_run_dependent_fields
 
 from pagedcli.batch.run import PrefixWindow
+from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.stats import LogHistogram, SeenIds
 from pagedcli.config import EngineConfig
 
@@ -208,9 +210,10 @@ def test_reordered_rows_are_the_same_and_hit_the_cache_more_often():
     assert reordered.stats.facts.hit_rate > 2 * plain.stats.facts.hit_rate
 
 
-def test_a_held_output_never_starves_a_window(monkeypatch):
+def test_a_held_output_never_starves_a_window():
     """Rows to stdout wait for older ones: when no more may be held, those in the window still start."""
-    monkeypatch.setattr("pagedcli.batch.sinks._MAX_HELD_ROWS", 5)
+    stream = io.BytesIO()
+    sink = StreamSink(stream, order="input", most_held=5)
     lines = [{"prompt": [900 - index]} for index in range(60)]  # the order of tokens is the reverse of the rows'
-    _, rows = Harness(max_num_seqs=2).run(lines, reorder="prefix")
-    assert [row["index"] for row in rows] == list(range(60))
+    Harness(max_num_seqs=2).run(lines, reorder="prefix", sink=sink)
+    assert [json.loads(row)["index"] for row in stream.getvalue().splitlines()] == list(range(60))

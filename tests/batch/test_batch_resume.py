@@ -6,7 +6,9 @@ import random
 import shutil
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from harness.engine import comparable_rows, is_complete
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path, record_path
+from pagedcli.batch.rows import reasons_of
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import BackendError, UsageError
-from pagedcli.native import build
+from pagedcli.errors import UsageError
+from pagedcli.events import PrefixLookedUp, RequestFinished
 
 FLAGS = {
     "sampling.max_tokens": 12,
@@ -210,11 +213,9 @@ def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):
     partial = journal_path(tmp_path / "out.jsonl")
     written = partial.read_bytes()
 
-    def no_compiler():
-        raise BackendError("no C++ compiler")
-
     with monkeypatch.context() as patch:
-        patch.setattr(build, "find_compiler", no_compiler)
+        patch.setenv("PAGEDCLI_NATIVE", "build")
+        patch.setenv("CXX", "/nowhere/g++")
         forget_library()
         with pytest.raises(UsageError, match=r"kernels: .* -> torch"):
             run_job(job(tmp_path, resume=True))
@@ -228,3 +229,33 @@ def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):
     assert is_complete(tmp_path / "out.jsonl")
     assert run_job(job(tmp_path, resume=True)) == 3
     assert "nothing to resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reorder", ["none", "prefix"])
+def test_runs_that_max_time_stops_finish_what_they_began_and_resume_to_the_rows_of_one_in_peace(
+    tmp_path, uninterrupted, reorder
+):
+    rows = uninterrupted[1]
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    codes, clock, ran = [], count(step=10**6), []  # a millisecond per look at it
+    while not codes or codes[-1] == 130:
+        begun, ended = set(), {}
+        config = load_config(None, FLAGS | {"run.max_time": "0.4s", "run.reorder": reorder})
+
+        def observe(event, begun=begun, ended=ended):
+            if isinstance(event, PrefixLookedUp):
+                begun.add(event.seq_id)
+            elif isinstance(event, RequestFinished):
+                ended[event.seq_id] = event.reason
+
+        one = replace(job(tmp_path, resume=bool(codes)), loaded=config, watch=ran.append)
+        codes.append(run_job(one, emit=observe, clock_ns=clock.__next__))
+        aborted = {seq_id for seq_id, reason in ended.items() if reason == "abort"}
+        assert begun, "each of them gets further"
+        assert not aborted & begun
+        assert begun <= ended.keys()
+    assert codes[-1] == 3
+    assert len(codes) >= 4
+    assert comparable_rows(tmp_path / "out.jsonl") == rows
+    written = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert ran[-1].ended.reasons == Counter(reason for row in written for reason in reasons_of(row))

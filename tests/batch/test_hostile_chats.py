@@ -72,11 +72,16 @@ def hostile_chat(rng, mark):
 
 @pytest.mark.long
 @pytest.mark.parametrize("template", [ALL_FIELDS, PARTS, PLAIN], ids=["all fields", "parts", "plain"])
-def test_hostile_chats_become_rows_or_error_rows_without_text_of_others(monkeypatch, template):
+def test_hostile_chats_become_rows_or_error_rows_without_text_of_others(template):
     harness, rng = Harness(), random.Random(7)
-    harness.tokenizer = Tokenizer(harness.engine.model_path, chat_template=template)
-    texts, render = [], harness.tokenizer.render_chat
-    monkeypatch.setattr(harness.tokenizer, "render_chat", lambda *each: texts.append(text := render(*each)) or text)
+    texts = []
+
+    class Recording(Tokenizer):
+        def render_chat(self, *given):
+            texts.append(super().render_chat(*given))
+            return texts[-1]
+
+    harness.tokenizer = Recording(harness.engine.model_path, chat_template=template)
     lines = [
         f'{{"id":{place},"max_tokens":1,"messages":{hostile_chat(rng, f"mark{place:03}")}}}'.encode()
         for place in range(100)

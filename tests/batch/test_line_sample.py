@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from pagedcli.batch import line_sample
 from pagedcli.batch.line_sample import _rows_from, sample_lines
-from pagedcli.batch.lines import BOM, LineSource
+from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 7, 64, 1000])
@@ -21,12 +20,12 @@ def test_consecutive_spans_have_each_row_once(num_bytes):
     assert [row for span in spans for row in span] == rows
 
 
-def test_a_row_that_is_too_long_is_a_row_without_content(monkeypatch):
-    monkeypatch.setattr(line_sample, "MAX_LINE_BYTES", 10)
-    content = b"one\n" + b"x" * 70000 + b"\ntwo\n" + b"y" * 10 + b"\n" + b"z" * 11
-    assert _rows_from(io.BytesIO(content), 0, len(content)) == [b"one", None, b"two", b"y" * 10, None]
+def test_a_row_that_is_too_long_is_a_row_without_content():
+    most = MAX_LINE_BYTES
+    content = b"one\n" + b"x" * (most + 70000) + b"\ntwo\n" + b"y" * most + b"\n" + b"z" * (most + 1)
+    assert _rows_from(io.BytesIO(content), 0, len(content)) == [b"one", None, b"two", b"y" * most, None]
     assert _rows_from(io.BytesIO(content), 4, 1) == [None]
-    assert _rows_from(io.BytesIO(content), 5, 60000) == []
+    assert _rows_from(io.BytesIO(content), 5, most) == []
 
 
 def lengths_of(kind, rng):

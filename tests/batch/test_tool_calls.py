@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
+from pagedcli.batch.stats import Endings
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.batch.tool_calls import ChannelCalls, find_tool_format
 
@@ -130,6 +131,18 @@ BROKEN = [
     (TAGS, '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 99999 + "</tool_call>", ""),
     (HARMONY, f"{HEADER}(1)<|call|>", "JSON is malformed"),
 ]
+
+
+def test_rows_with_tools_are_counted_by_whether_they_have_a_call(tokenizer_with):
+    ended, tokenizer = Endings(), tokenizer_with(TAGS)
+    for output, tools, shape in (
+        (f"<tool_call>{JSON}</tool_call>", TOOLS, "chat.completion"),
+        ("No.", TOOLS, "plain"),
+        ("No.", None, "plain"),
+    ):
+        row_of(tokenizer, "Hi\n<|start|>assistant", output, tools=tools, shape=shape, ended=ended)
+    assert ended.tool_rows == {True: 1, False: 1}
+    assert ended.reasons == {"tool_calls": 1, "stop": 2}
 
 
 @pytest.mark.slow_cases("tokens22-*")

@@ -116,11 +116,46 @@ def test_the_builtin_model_is_measured_where_it_is_named():
 
 
 def test_cache_gives_the_same_tokens_without_it():
-    lengths = ("--input-len", "12", "--output-len", "5", "--dtype", "float32")
-    document = json.loads(bench("cache", *SMALL, *lengths, "--format", "json"))
-    with_cache, without = document["cache"]
+    flags = ("-m", "builtin", "--lengths", "17,34", "--output-len", "5", "--repeat", "2")
+    document = json.loads(bench("cache", *flags, "--format", "json"))
+    rows = document["cache"]
     assert document["same_tokens"]
-    assert (with_cache["tokens_computed"], without["tokens_computed"]) == (16, 12 + 13 + 14 + 15 + 16)
+    assert [row["tokens_computed"] for row in rows] == [16, sum(range(12, 17)), 33, sum(range(29, 34))]
+    assert [row["formula_s"] is None for row in rows] == [True, False] * 2
+    # twice the parameters for each token, without the embedding, and the head once; attention of few tokens is nothing
+    assert rows[1]["gflop"] / rows[0]["gflop"] == pytest.approx(sum(range(12, 17)) / 16, rel=0.2)
+    said, *_, curve = bench("cache", *flags).split("\n\n")
+    assert re.match(r"Without a KV cache the last 5 of 34 tokens take [\d.]+ times as long \([\d.]+ \+- [\d.]+ s", said)
+    assert ":" in curve.splitlines()[1]
+    assert "#" in curve.splitlines()[6]
+
+
+@pytest.mark.parametrize("lengths", ["128,", "16,64"])
+def test_lengths_that_cannot_be_generated_are_refused(lengths):
+    result = CliRunner().invoke(app, ["bench", "cache", "--lengths", lengths])
+    assert (result.exit_code, "--lengths" in result.stderr) == (2, True)
+
+
+def test_pages_hold_more_than_reserved_pieces_and_sharing_adds_to_that(tmp_path):
+    common = {"max_tokens": 16, "ignore_eos": True}
+    prompts = [{"prompt": [9] * 40 + [10 + n] * 8, "n": 1 + n % 2, **common} for n in range(6)]
+    lines = [*map(json.dumps, prompts), '{"prompt": "a", "beam_width": 2}']
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    pool = ("--num-kvcache-blocks", "16", "--max-model-len", "128")
+    command = ["bench", "reservation", str(tmp_path / "prompts.jsonl"), *pool]
+    result = CliRunner().invoke(app, [*command, "--format", "json"], catch_exceptions=False)
+    assert result.exit_code == 3, result.stderr
+    document = json.loads(result.stdout)
+    model, own, unshared, paged = document["caches"]
+    # pieces of 8 blocks and of 4, pages of up to 4, and of one or two when two are shared: all nine samples fit
+    assert (model["at_once"], own["at_once"], paged["at_once"]) == (2, 4, 9)
+    assert 4 <= unshared["at_once"] < 9
+    assert [row["external"] for row in (model, own)] == [0, 0]
+    assert model["internal"] == pytest.approx(1 - 63 / 128), "48 tokens and 15 of 16"
+    assert own["internal"] == pytest.approx(1 / 64)
+    for row in (model, own, unshared):
+        assert sum(row[name] for name in ("tokens", "reserved", "internal", "external")) == pytest.approx(1)
+    assert document["num_failed"] == 1
 
 
 @pytest.mark.slow
@@ -130,9 +165,9 @@ def test_a_model_with_a_small_vocabulary_can_be_measured(tmp_path):
     config = json.loads((shape_folder("qwen3-small") / "config.json").read_text()) | {"vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))
     small = ("-m", str(tmp_path), "--load-format", "dummy", "--dtype", "float32", "--format", "json")
-    lengths = ("--input-len", "12", "--output-len", "3")
-    assert json.loads(bench("cache", *small, *lengths))["same_tokens"]
-    assert json.loads(bench(*small, *lengths, "--num-prompts", "2", "--repeat", "1"))["throughput"]
+    assert json.loads(bench("cache", *small, "--lengths", "15", "--output-len", "3", "--repeat", "1"))["same_tokens"]
+    lengths = ("--input-len", "12", "--output-len", "3", "--num-prompts", "2")
+    assert json.loads(bench(*small, *lengths, "--repeat", "1"))["throughput"]
 
 
 def test_ids_within_the_vocabulary_stay_and_others_wrap_around():

@@ -6,6 +6,7 @@ from pagedcli.batch.prompts import open_tokenizer
 from pagedcli.bench.calibration import calibrate, calibration_config
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.config import BUILTIN_MODEL, Config, EngineConfig
+from pagedcli.events import RequestAdded
 from pagedcli.models.hub import model_folder
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import decide
@@ -13,10 +14,14 @@ from pagedcli.planning.machine import this_machine
 from pagedcli.runner.llm_engine import LLMEngine
 
 
-def made(**limits):
+def made(emit=None, **limits):
     """The engine of a calibration."""
     config = EngineConfig(model=BUILTIN_MODEL, max_num_batched_tokens=64, **limits)
-    return LLMEngine(calibration_config(decide(config, read_spec(model_folder(config)), this_machine())))
+    return LLMEngine(
+        calibration_config(decide(config, read_spec(model_folder(config)), this_machine())),
+        emit=emit,
+        trace_tokens=True,
+    )
 
 
 @pytest.fixture
@@ -25,18 +30,15 @@ def engine():
         yield engine
 
 
-def test_all_prompts_of_a_calibration_differ(engine, monkeypatch):
+def test_all_prompts_of_a_calibration_differ(monkeypatch):
     """Equal ones generate equal tokens, which the same experts compute: 16 sequences took as long as 8."""
-    prompts, add = [], engine.add_request
-
-    def record(request_id, token_ids, params):
-        prompts.append((tuple(token_ids), params.max_tokens))
-        return add(request_id, token_ids, params)
-
-    monkeypatch.setattr(engine, "add_request", record)
+    events = []
     monkeypatch.setattr("pagedcli.bench.calibration.REPEATS", 0)
-    calibrate(engine, budget_s=60)
-    long = [tokens for tokens, _ in prompts if len(tokens) > 32]
+    with made(events.append, max_num_seqs=16, max_model_len=256) as engine:
+        calibrate(engine, budget_s=60)
+    prompts = [event.token_ids for event in events if isinstance(event, RequestAdded)]
+    long = [tokens for tokens in prompts if len(tokens) > 32]
+    assert long
     assert len(set(long)) == len(long)
 
 

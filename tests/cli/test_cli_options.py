@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import pagedcli
@@ -60,6 +61,14 @@ def test_the_first_screen_of_generate_fits_and_names_the_sections_that_hold_the_
     assert found | {"--config", "--help"} == set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", whole, re.MULTILINE))
     assert len(found) <= 80
     assert "has no section 'no'" in run("generate", "--help", "no").stderr
+
+
+def test_plan_takes_every_flag_of_generate():
+    group = typer.main.get_command(app)
+    commands = (group.resolve_command(None, [name])[1] for name in ("generate", "plan"))
+    generate, plan = ({flag for each in command.params for flag in each.opts} for command in commands)
+    assert len(generate) > 80
+    assert generate <= plan
 
 
 def test_default_yaml_changes_nothing():

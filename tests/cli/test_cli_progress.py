@@ -2,11 +2,11 @@
 
 import io
 import re
-import sys
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
-from cli_harness import pagedcli
+from cli_harness import Terminal, pagedcli
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.run_flags import is_prompt
@@ -36,18 +36,13 @@ def test_rows_and_time_left_count_what_the_journal_had():
     assert progress.rows_text(BatchStats(num_done=5)) == "5 rows", "the number of lines of stdin is not known"
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def on_a_terminal(monkeypatch, columns):
-    """What is shown on a terminal from now on, without the moves of its cursor."""
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
+@contextmanager
+def terminal(monkeypatch, columns):
+    """What is shown on a terminal, without the moves of its cursor."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    return lambda: re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
+    with redirect_stderr(Terminal()) as screen:
+        yield lambda: re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
 
 
 @pytest.fixture
@@ -58,11 +53,10 @@ def clock(monkeypatch):
 
 
 def test_the_live_display_fits_80_columns(clock, monkeypatch):
-    terminal = on_a_terminal(monkeypatch, 80)
-    with progress.progress_view(quiet_terminal=False) as view:
+    with terminal(monkeypatch, 80) as shown, progress.progress_view(quiet_terminal=False) as view:
         clock[0] = 10.0
         view.update(some_stats())
-        lines = [line for line in terminal().splitlines() if line.strip()]
+        lines = [line for line in shown().splitlines() if line.strip()]
     assert len(lines) == 2
     assert lines[0].startswith("400/1,000 rows, 3 failed")
     assert lines[0].rstrip().endswith("60 s left")
@@ -95,11 +89,11 @@ LINE = "  waiting      mean 64.3 ms a sequence, 1.54 s in all: 52.3 % token budg
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_lines_of_the_summary_break_between_words(monkeypatch, columns):
-    terminal = on_a_terminal(monkeypatch, columns)
-    say_wrapped(LINE, indent=15)
-    lines = terminal().splitlines()
+    with terminal(monkeypatch, columns) as shown:
+        say_wrapped(LINE, indent=15)
+    lines = shown().splitlines()
     assert all(len(line) <= columns for line in lines)
-    assert terminal().split() == LINE.split(), "no word is broken"
+    assert shown().split() == LINE.split(), "no word is broken"
     assert all(line.startswith(" " * 15) for line in lines[1:])
     assert lines[0].startswith("  waiting      mean 64.3 ms")
 

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from cli_harness import pagedcli
 from model_zoo import LATENT_FAMILIES, cached_model, tiny_model
 
 from pagedcli.answers.fits import NOT_PREDICTED
-from pagedcli.attention import select
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
@@ -150,12 +147,8 @@ class BrokenAttention(ReferenceAttention):
     ("backend", "words"),
     [(ShiftedAttention, "differs from the reference"), (BrokenAttention, "RuntimeError: the driver")],
 )
-def test_a_wrong_backend_fails_alone(monkeypatch, backend, words):
-    module = SimpleNamespace(load=lambda spec: backend())
-    monkeypatch.setitem(sys.modules, "pagedcli.attention.wrong", module)
-    entry = select.Entry(backend.name, "pagedcli.attention.wrong", ())
-    reference = next(entry for entry in select.REGISTRY if entry.name == "reference")
-    monkeypatch.setattr(select, "REGISTRY", (entry, reference))
+def test_a_wrong_backend_fails_alone(add_backend, backend, words):
+    add_backend(backend.name, load=lambda spec: backend())
     result = doctor("--format", "json", expect=1)
     rows = checks(result)
     assert [name for name, row in rows.items() if not row["passed"]] == [f"attention {backend.name}"]

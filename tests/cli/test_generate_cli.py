@@ -17,9 +17,14 @@ from pagedcli.models.hub import model_folder
 
 def test_the_summary_counts_the_tokens_of_the_rows(prompts, out, tmp_path):
     summary = tmp_path / "summary.json"
-    pagedcli("generate", prompts, "-o", out, *FAST, "--n", 2, "--temperature", 1, "--summary-json", summary)
+    done = pagedcli(
+        "generate", prompts, "-o", out, *FAST, "--n", 2, "--temperature", 1, "--summary-json", summary, columns=200
+    )
     tokens = sum(row["usage"]["completion_tokens"] for row in rows_of(out))
-    assert json.loads(summary.read_text())["row_tokens"] == tokens > 0
+    told = json.loads(summary.read_text())
+    assert told["row_tokens"] == tokens > 0
+    assert told["finish_reasons"] == {"length": 6}
+    assert "none failed, 6 of 6 answers stopped at max_tokens 4: " in done.stderr
 
 
 # ---------------------------------------------------------------------- what goes wrong

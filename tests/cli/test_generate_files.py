@@ -187,7 +187,6 @@ def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tm
     arguments.append("--overwrite")
     exit_codes = []
     for _ in range(4):
-        monkeypatch.setattr("sys.argv", ["pagedcli", *arguments])
         exit_codes.append(1 if len(exit_codes) < 2 else 3)
         said = pagedcli(*arguments, expect=exit_codes[-1]).stderr
         if exit_codes[-1] == 3:

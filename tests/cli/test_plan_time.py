@@ -19,26 +19,35 @@ def many(tmp_path):
     return write_rows(tmp_path / "many.jsonl", rows)
 
 
+@pytest.fixture
+def others_take(monkeypatch):
+    """Lets other work take a share of the processor time from now on."""
+    return lambda share: monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(share, steal=0.0))
+
+
 def forecast_of(path, *flags, expect=0):
     return json.loads(pagedcli("plan", path, "--format", "json", *flags, expect=expect).stdout)["forecast"]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("step_times")
-def test_the_first_plan_calibrates_and_the_next_one_does_not(many, monkeypatch):
-    monkeypatch.setattr(BusyWatch, "read", lambda _: Busy(others=0.0, steal=0.0))
+def test_the_first_plan_calibrates_and_the_next_one_does_not(many, others_take):
+    others_take(0.0)
     first, second = (pagedcli("plan", many, "--all") for _ in range(2))
     assert re.search("calibrating: loads builtin .* s; once for machine and model\n", first.stderr)
     assert "calibrating" not in second.stderr
     assert re.search(r"^time +(under [\d.]+ s|[\d.]+ s \([\d.]+ m?s to [\d.]+ s\))$", second.stdout, re.M)
     assert re.search(r"^generated tokens +[\d.]+ m?s +[\d.]+ %$", second.stdout, re.M)
     assert "measured on this machine" in second.stdout
+    row = write_rows(many.with_name("long.jsonl"), [{"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}])
+    late, in_time = (pagedcli("plan", row, "--max-time", most).stdout for most in ("0.02s", "1d"))
+    assert re.search(r"^--max-time ends the run after 20 ms, before its last row\.$", late, re.M)
+    assert "max-time" not in in_time
 
 
 @pytest.mark.slow
-def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, step_times, monkeypatch):
+def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, step_times):
     step_times.touch()
-    monkeypatch.setattr("pagedcli.bench.calibration.BUDGET_S", 0.1)
     error = pagedcli("plan", many).stderr
     assert f"; each time, as {step_times} cannot be written: File exists (set XDG_CACHE_HOME)\n" in error
     assert "once for machine and model" not in error
@@ -46,11 +55,11 @@ def test_a_calibration_that_cannot_be_kept_is_not_said_to_be_the_only_one(many, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("step_times")
-def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, monkeypatch):
+def test_a_calibration_among_much_other_work_says_so_and_is_not_kept(many, others_take, monkeypatch):
     monkeypatch.setattr("pagedcli.bench.calibration.MOST_TAKEN", 0.2)
     outputs = []
     for others in (0.4, 0.1, 0.4):
-        monkeypatch.setattr(BusyWatch, "read", lambda _, others=others: Busy(others, steal=0.0))
+        others_take(others)
         outputs.append(pagedcli("plan", many, "--all"))
     assert ["calibrating" in output.stderr for output in outputs] == [True, True, False]
     warns = ["while other work took 40.0 % of it" in " ".join(out.stdout.split()) for out in outputs]
@@ -67,19 +76,6 @@ def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
     assert forecast_of(many, "--expected-output", "9999")["generated_tokens"] == generated
     result = pagedcli("plan", many, "--outputs", out, "--expected-output", "5", expect=2)
     assert "--expected-output and --outputs both set the output lengths" in result.stderr
-
-
-def test_the_outputs_that_are_expected_count_for_the_rows_that_are_not_simulated_too(tmp_path, monkeypatch):
-    """Rows may generate 200 tokens and are expected to generate two: time is that of two for all of them."""
-    monkeypatch.setattr("pagedcli.cli.plan.MOST_SIMULATED", 100)
-    rows = [{"prompt": f"row {n}: and a fox", "max_tokens": 200, "ignore_eos": True} for n in range(600)]
-    path = write_rows(tmp_path / "in.jsonl", rows)
-    found = json.loads(pagedcli("plan", path, "--expected-output", "2", "--no-calibrate", "--format", "json").stdout)[
-        "forecast"
-    ]
-    assert found["simulated_share"] < 0.2
-    assert found["requests"] == pytest.approx(600, abs=30)
-    assert found["generated_tokens"] == pytest.approx(1200, abs=60)
 
 
 @pytest.fixture(scope="module")

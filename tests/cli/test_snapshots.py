@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 import questions
+from cli_harness import invoke
 from conftest import native_library
 from model_zoo import tiny_model
 from models_by_config import QWEN3_30B_A3B
-from typer.testing import CliRunner
-
-from pagedcli.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = sorted((ROOT / "tests" / "snapshots").glob("*.txt"))
-COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d)?$", re.MULTILINE)
+COMMAND = re.compile(r"^\$ pagedcli (.+?)(?: # exit code \d+)?$", re.MULTILINE)
 # what differs from machine to machine, and from run to run
 MASKS = (
     (r"(?<![\w.])[\d,]+(?:\.\d+)? (?:µs|ms|s|min|h|GB/s)(?=\W|$)", "# s"),
@@ -100,13 +98,11 @@ def masked(text, folder):
     return "".join(line.rstrip() + "\n" for line in text.splitlines())
 
 
-def transcript(commands, folder, monkeypatch):
+def transcript(commands, folder):
     """The commands, in their order, with what they print."""
-    runner, parts = CliRunner(env={"COLUMNS": "100"}), []
+    parts = []
     for command in commands:
-        words = shlex.split(command)
-        monkeypatch.setattr("sys.argv", ["pagedcli", *words])  # it is part of the command that continues a run
-        result = runner.invoke(app, words)
+        result = invoke(*shlex.split(command), columns=100)
         shown = f"{command} # exit code {result.exit_code}" if result.exit_code else command
         parts.append(f"$ pagedcli {shown}\n{masked(result.stdout + result.stderr, folder)}")
     return "\n".join(parts)
@@ -117,7 +113,7 @@ def transcript(commands, folder, monkeypatch):
 def test_commands_print_what_their_snapshot_shows(folder, path, monkeypatch, request):
     monkeypatch.chdir(folder)
     written = path.read_text(encoding="utf-8")
-    made = transcript(COMMAND.findall(written), folder, monkeypatch)
+    made = transcript(COMMAND.findall(written), folder)
     if request.config.getoption("--renew-snapshots"):
         path.write_text(made, encoding="utf-8")
     assert written == made, "where this is meant: pytest tests/cli/test_snapshots.py --renew-snapshots"

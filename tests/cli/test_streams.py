@@ -207,7 +207,7 @@ def test_the_copy_of_a_run_that_is_still_writing_stays(tmp_path):
     assert path.read_bytes() == b"mine"
 
 
-def test_a_new_file_that_another_run_took_for_a_leftover_gets_another_name(tmp_path, monkeypatch):
+def test_a_new_file_that_another_run_took_for_a_leftover_gets_another_name(tmp_path, monkeypatch, no_unnamed_files):
     """Between its opening and its locking the other one may remove it."""
     taken = []
 
@@ -218,7 +218,6 @@ def test_a_new_file_that_another_run_took_for_a_leftover_gets_another_name(tmp_p
         return True
 
     monkeypatch.setattr(files, "lock", lock)
-    monkeypatch.setattr(files, "_unnamed_file", lambda folder: None)  # as on a network file system
     with whole_file(tmp_path / "out.jsonl", overwrite=False) as file:
         file.write(b"whole")
     assert taken

@@ -4,9 +4,10 @@ import csv
 import io
 import json
 import re
-import sys
+from contextlib import redirect_stdout
 
 import pytest
+from cli_harness import Terminal
 
 from pagedcli.show.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, print_tables
 
@@ -67,13 +68,14 @@ def test_no_part_of_a_table_steers_the_terminal(capsys, format_):
         assert json.loads(out)[EVIL] == [{"name": EVIL, "num_blocks": 1, "why": EVIL}]
 
 
-def test_csv_is_raw_for_a_program_and_safe_on_a_terminal(capsys, monkeypatch):
+def test_csv_is_raw_for_a_program_and_safe_on_a_terminal(capsys):
     table = Table("t", "T", COLUMNS, [{"name": EVIL, "num_blocks": 1, "why": ""}])
     print_tables([table], Format.CSV)
     assert EVIL in capsys.readouterr().out
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_tables([table], Format.CSV)
-    assert "\x1b" not in capsys.readouterr().out
+    with redirect_stdout(Terminal()) as terminal:
+        print_tables([table], Format.CSV)
+    assert terminal.getvalue()
+    assert "\x1b" not in terminal.getvalue()
 
 
 def test_nothing_in_a_cell_steers_the_terminal_or_breaks_a_row():

@@ -343,12 +343,11 @@ def drafted(drafter, *runs, most=2):
     return [guessed(drafter, sequence([99, *run], seq_id=7), most) for run in runs]
 
 
-def test_the_newest_answers_are_remembered_and_one_that_is_longer_than_all(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.drafts.MOST_REMEMBERED", 10)
-    drafter = NgramDrafter()
+def test_the_newest_answers_are_remembered_and_one_that_is_longer_than_all():
+    drafter = NgramDrafter(most_remembered=10)
     answered(drafter, list(range(50, 66)))
     assert drafted(drafter, (50, 51)) == [[52, 53]]
-    drafter = NgramDrafter()
+    drafter = NgramDrafter(most_remembered=10)
     answered(drafter, [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34])
     assert drafted(drafter, (1, 2), (11, 12), (21, 22), (31, 32)) == [[], [], [23, 24], [33, 34]]
     assert (drafter._num_unread, len(drafter._unread)) == (0, 0)

@@ -5,7 +5,7 @@ from harness.core import Simulation, finish
 
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
-from pagedcli.core.prefixes import MOST_SEEN_TOKENS
+from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, StepClock, TimedEmit
 from pagedcli.sampling_params import SamplingParams
 
@@ -140,12 +140,12 @@ def test_times_of_a_request_follow_each_other(ahead):
 
 
 def test_facts_say_of_how_many_tokens_the_ideal_is_known(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 8)
+    monkeypatch.setattr("pagedcli.core.engine_core.SeenPrefixes", lambda: SeenPrefixes(8))
     sim = Simulation(60)
     for number in range(4):
         sim.add([number] * 6, 1)
     finish(sim)
-    assert sim.stats.ideal_of == MOST_SEEN_TOKENS
+    assert sim.stats.ideal_of == 8
 
 
 def test_preemptions_of_a_request_are_those_of_all_its_samples():

@@ -29,29 +29,26 @@ def test_rows_of_prefixes_keep_the_row_that_was_added():
 @settings(max_examples=60, deadline=None)
 @given(seqs=st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_from([None, "a"])), max_size=40))
 def test_what_was_seen_is_found_to_the_token_and_as_long_as_it_is_new(seqs):
-    seen, known = SeenPrefixes(), []  # known: salt, tokens, how many tokens were new up to here
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 20)
-        for tokens, salt in seqs:
-            found = seen.add(tokens, salt)
-            num_new = known[-1][2] if known else 0
-            lengths = [
-                [num_equal(tokens, other) for own, other, end in known if own == salt and num_new - end < window]
-                for window in (20, num_new + 1)
-            ]
-            assert max(lengths[0], default=0) <= found <= max(lengths[1], default=0)
-            known.append((salt, tokens, num_new + len(tokens)))
-            assert seen.has_forgotten or found == max(lengths[1], default=0)
+    seen, known = SeenPrefixes(20), []  # known: salt, tokens, how many tokens were new up to here
+    for tokens, salt in seqs:
+        found = seen.add(tokens, salt)
+        num_new = known[-1][2] if known else 0
+        lengths = [
+            [num_equal(tokens, other) for own, other, end in known if own == salt and num_new - end < window]
+            for window in (20, num_new + 1)
+        ]
+        assert max(lengths[0], default=0) <= found <= max(lengths[1], default=0)
+        known.append((salt, tokens, num_new + len(tokens)))
+        assert seen.has_forgotten or found == max(lengths[1], default=0)
 
 
-def test_of_two_trees_the_older_one_is_forgotten(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 4)
-    seen = SeenPrefixes()
+def test_of_two_trees_the_older_one_is_forgotten():
+    seen = SeenPrefixes(4)
     assert (seen.add([1, 2]), seen.add([1, 2, 3]), seen.has_forgotten) == (0, 2, False)
     assert [seen.add([1, 2, 3], look_back=False) for _ in range(3)] == [3, 3, 3]  # no token of it is new
     assert (seen.add([5, 6]), seen.add([1, 2, 3, 4], look_back=False), seen.add([1, 2, 9])) == (0, 0, 2)
     assert (seen.add([1, 2, 3, 4]), seen.has_forgotten) == (4, True)
-    assert [SeenPrefixes.add(seen := SeenPrefixes(), range(4)), seen.add([0, 1], look_back=False)] == [0, 0]
+    assert [SeenPrefixes.add(seen := SeenPrefixes(4), range(4)), seen.add([0, 1], look_back=False)] == [0, 0]
     assert (seen.add([5, 6, 7]), seen.add([7, 7]), seen.add([7, 7, 7])) == (0, 0, 2)
 
 

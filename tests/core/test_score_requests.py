@@ -227,12 +227,12 @@ TestScores, TestAhead = ScoreMachine.TestCase, AheadMachine.TestCase
 TestStates, TestWindows = StateMachine.TestCase, WindowMachine.TestCase
 
 
-def test_a_score_that_is_no_number_ends_its_row_with_an_error_and_no_other(monkeypatch):
+def test_a_score_that_is_no_number_ends_its_row_with_an_error_and_no_other():
     def bad(context, token):
         return TokenScore(float("nan") if context[0] == 9 else -1.0, False)
 
-    monkeypatch.setattr("harness.core.scored", bad)
     sim = Simulation(60, max_num_batched_tokens=64)
+    sim.executor.score = bad
     sim.add([9, 1, 2], request_id="bad", continuations=[[1, 2], [3], [4, 1]])
     sim.add([1, 2], request_id="good", continuations=[[1, 2], [3]])
     found = {}

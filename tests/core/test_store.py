@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_offered_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_block_larger_than_a_file_has_one_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedcli.core.store.FILE_BYTES", 1)
+def test_a_block_larger_than_a_file_has_one_of_its_own(tmp_path, store_files_of):
+    store_files_of(1)
     written(tmp_path, chained(range(6)))
     assert [len(file.head.sizes) for file in ContentFolder(tmp_path).files()[0]] == [1, 1, 1]

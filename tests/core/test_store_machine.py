@@ -152,9 +152,8 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("windows", "eviction"), [((None,), "lru"), ((3, None), "lru"), ((None,), "prefix-lru"), ((4,), "next-use")]
 )
-def test_what_is_restored_is_what_was_computed(windows, eviction, monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda fd: None)
-    monkeypatch.setattr("pagedcli.core.store.FILE_BYTES", 2 * Contents.block_bytes)
+def test_what_is_restored_is_what_was_computed(windows, eviction, store_files_of):
+    store_files_of(2 * Contents.block_bytes)
     machine = type("Machine", (StoreMachine,), {"windows": windows, "eviction": eviction})
     StoreMachine.num_restored = 0
     run_state_machine_as_test(machine, settings=settings(max_examples=25, derandomize=True, deadline=None))

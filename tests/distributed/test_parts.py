@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from cli_harness import pagedcli
+from power_loss import synced_by
 from ray_harness import rows, table_rows
 
 from pagedcli.batch.columns import Columns
@@ -151,10 +152,8 @@ def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
         PartFolder(tmp_path / "thesis.txt").check(resume=False, overwrite=True)
 
 
-def test_a_power_cut_leaves_no_manifest_of_inputs_that_are_lost(single, tmp_path, monkeypatch):
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
-    cut(single / "in.jsonl", tmp_path / "parts")
+def test_a_power_cut_leaves_no_manifest_of_inputs_that_are_lost(single, tmp_path):
+    synced = synced_by(lambda: cut(single / "in.jsonl", tmp_path / "parts"))
     folder, work = tmp_path / "parts", tmp_path / "parts" / ".work"
     first = synced.index((folder / "manifest.json").stat().st_ino)
     before = {path.stat().st_ino for path in (*work.iterdir(), work, folder / "rows.u64", folder, tmp_path)}

@@ -49,6 +49,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.cache import make_cache
 from pagedcli.core.drafts import Drafting
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.limits import Limits
@@ -155,7 +156,7 @@ class ScriptedExecutor:
         self.width = width * len(windows)
         self.tables = [0] * (max_num_seqs * self.width)
         self.last_tokens = []
-        self.choose = choose
+        self.choose, self.score = choose, scored
         self.steps = []  # new tokens per sequence
         self.num_sampled = []  # rows of logits in each step
         self.kept = {}  # place -> the tokens of a sequence with a repetition penalty
@@ -207,7 +208,7 @@ class ScriptedExecutor:
         """Scores of the given tokens that the step asks for."""
         found, given = [], [] if step.prompt_rows is None else list(self._given(step))
         for piece in () if step.prompt_rows is None else step.prompt_rows.pieces:
-            scores = [scored(context, token) for context, token in given[: piece.num_tokens]]
+            scores = [self.score(context, token) for context, token in given[: piece.num_tokens]]
             del given[: piece.num_tokens]
             found.append(TargetScores(piece.seq_id, piece.first, scores))
         return found
@@ -351,6 +352,7 @@ class Simulation(EngineCore):
         check=True,
         choose=next_token,
         drafter=None,
+        make_cache=make_cache,
         **changes,
     ):
         changes |= {} if drafter is None else {"speculation": "ngram"}
@@ -365,7 +367,7 @@ class Simulation(EngineCore):
         ticks = itertools.count(step=100)
         super().__init__(
             plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=lambda: next(ticks),
-            make_builder=lambda scheduler: CheckedBuilder(scheduler.limits),
+            make_builder=lambda scheduler: CheckedBuilder(scheduler.limits), make_cache=make_cache,
         )  # fmt: skip
         if drafter is not None:
             self.scheduler.drafting = EveryGuess(drafter)

@@ -54,6 +54,7 @@ from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
+from pagedcli.batch.stats import Endings
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.config import Config, EngineConfig, RunConfig
 from pagedcli.core.requests import FinishedRequest, RequestMetrics
@@ -369,8 +370,8 @@ def with_tokens(folder, tokens, *, special=False, template=None):
     return folder
 
 
-def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, tools=None, shape="plain", **columns):
-    """The chat row of texts with their marks. `stop`: as if this string had ended each."""
+def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, tools=None, shape="plain", ended=None, **columns):
+    """The chat row of texts with their marks, counted in `ended`. `stop`: as if this string had ended each."""
     prompt_ids, samples, texts = tokenizer.encode(prompt), [], []
     for index, output in enumerate(outputs):
         ids = tokenizer.encode(output)
@@ -386,7 +387,7 @@ def row_of(tokenizer, prompt, *outputs, stop=None, has_marks=True, tools=None, s
         samples.append(SampleOutput(index, ids, "stop", None, None))
         texts.append(text)
     output = FinishedRequest("0", prompt_ids, 0, samples, RequestMetrics(0, 0, None, 0, 0, 0))
-    writer = RowWriter(tokenizer, "m", "key", 1, Columns(**columns))
+    writer = RowWriter(tokenizer, "m", "key", 1, Columns(**columns), ended or Endings())
     prompt_of_row = RowPrompt(prompt_ids, SamplingParams(), is_chat=has_marks, tools=tools, output=output, texts=texts)
     return json.loads(writer.encode_success(BatchRow(Line(0, 1, b"", 0), shape=shape), [prompt_of_row]))
 

@@ -26,10 +26,9 @@ def test_a_broken_page_is_a_note(content):
     assert list(scraper.metrics.figures()) == []
 
 
-def test_a_page_that_never_ends_does_not_hold_up_the_end(monkeypatch):
-    monkeypatch.setattr("pagedcli.kvevents.scrape._TIMEOUT_S", 0.5)
+def test_a_page_that_never_ends_does_not_hold_up_the_end():
     talk = sending(OK + b"Content-Length: 100000\r\n\r\n", forever=b"#", pause_s=0.1)
-    with listening(talk) as (url, _), Scraper(url) as scraper:
+    with listening(talk) as (url, _), Scraper(url, timeout_s=0.5) as scraper:
         pass
     assert "took more than" in scraper.problem
 

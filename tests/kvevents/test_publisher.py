@@ -181,10 +181,9 @@ def test_a_replay_to_a_slow_reader_drops_nothing():
     assert payloads == [b"%d" % number for number in range(1000, 5000)]
 
 
-def test_a_silent_replay_endpoint_does_not_hold_the_view(monkeypatch):
-    monkeypatch.setattr("pagedcli.kvevents.sockets._REPLAY_IDLE_S", 0.1)
+def test_a_silent_replay_endpoint_does_not_hold_the_view():
     with Subscriber(["tcp://127.0.0.1:9"], ["tcp://127.0.0.1:9"]) as subscriber:
-        assert list(subscriber.replay(0, 0)) == []
+        assert list(subscriber.replay(0, 0, idle_s=0.1)) == []
 
 
 @pytest.mark.parametrize("endpoint", ["localhost", "tcp://localhost", "http://localhost:1", "tcp://127.0.0.1:99999"])

@@ -186,11 +186,10 @@ def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize(("width", "inner"), [(1088, 32), (32, 1056)], ids=["first product", "second product"])
 @pytest.mark.parametrize("form", ["floats", *QUANTIZED])
-def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
-    monkeypatch.setattr(triton_experts, "_LEAST_LENGTH", 128)
-    monkeypatch.setattr(triton_experts, "processors_of", lambda _: 132)
-    generator, num_experts, width, inner = torch.Generator().manual_seed(7), 8, 416, 288
+def test_parts_of_the_inputs_of_few_tokens_are_added(form, width, inner):
+    generator, num_experts = torch.Generator().manual_seed(7), 8
 
     def noise(*shape):
         return torch.randn(*shape, generator=generator)
@@ -205,13 +204,8 @@ def test_parts_of_the_inputs_of_few_tokens_are_added(form, monkeypatch):
         options["biases"] = noise(num_experts, 2 * inner), noise(num_experts, width)
     experts = GroupedExperts(some(2 * inner, width), some(width, inner), Routing(2, renormalize=True), **options)
     x, logits = noise(1, width), logits_of(1, num_experts)
-    found = experts(x, logits, None, None)
-    num_parts, parts_of_inputs = [], triton_experts.parts_of_inputs
-    monkeypatch.setattr(
-        triton_experts, "parts_of_inputs", lambda *given: num_parts.append(parts_of_inputs(*given)) or 1
-    )
-    expected = experts(x, logits, None, None)
-    assert num_parts == [3, 2]
+    found, expected = experts(x, logits, None, None), experts(x.repeat(4, 1), logits.repeat(4, 1), None, None)[:1]
+    assert not torch.equal(found, expected), "four tokens keep the processor busy without parts"
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 

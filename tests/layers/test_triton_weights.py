@@ -16,7 +16,6 @@ from pagedcli.models.gguf.types import TYPES
 from pagedcli.models.gguf.weights import numbers
 
 pytest.importorskip("triton")
-from pagedcli.layers import triton_products
 from pagedcli.layers.triton_products import (
     UNPACKED_TOKENS,
     TritonLinear,
@@ -54,34 +53,28 @@ def test_the_product_is_that_of_the_dequantized_weight(case, tokens):
     torch.testing.assert_close(half.double(), expected, rtol=2e-3, atol=2e-2)
 
 
-@pytest.fixture
-def short_parts(monkeypatch):
-    """Inputs of these sizes are cut, as those of real models are on a GPU."""
-    monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
-    monkeypatch.setattr(triton_products, "processors_of", lambda _: 132)
-
-
+# Inputs that are cut in parts even for the one processor of the interpreter.
 FORMS = {
-    "4 bits": random_weight(40, 400, group_size=80),
-    "4 bits by 32": random_weight(33, 400),
-    "8 bits": random_weight(64, 400, bits=8, group_size=400),
-    "e2m1": random_weight(40, 416, scales=torch.bfloat16, levels=E2M1),
-    "FP8": random_float8(40, 400, 400),
-    "FP8 by 64": random_float8(33, 416, 64),
+    "4 bits": random_weight(24, 1200, group_size=80),
+    "4 bits by 32": random_weight(33, 1216),
+    "8 bits": random_weight(64, 1200, bits=8, group_size=1200),
+    "e2m1": random_weight(24, 1216, scales=torch.bfloat16, levels=E2M1),
+    "FP8": random_float8(40, 1200, 1200),
+    "FP8 by 64": random_float8(17, 1216, 64),
 }
 
 
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_parts_of_the_inputs_are_added(form, tokens, short_parts):
+def test_parts_of_the_inputs_are_added(form, tokens):
     weight = FORMS[form]
     x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
     numbers = weight.dequantized(torch.float32)
     linear = TritonLinear(weight, bias[: len(numbers)])
-    constants = [linear_constants(kernel_weight([weight]), count, 132)[0] for count in (1, 17, 40, 64)]
+    constants = [linear_constants(kernel_weight([weight]), count, 1)[0] for count in (1, 17, 40, 64)]
     assert len({(each["LENGTH"], each["BLOCK_K"]) for each in constants}) == 1, "else a token depends on its company"
-    assert constants[0]["LENGTH"] < numbers.shape[1] / 2
+    assert constants[0]["LENGTH"] < numbers.shape[1]
     exact = x.double() @ numbers.double().T + bias[: len(numbers)]
     torch.testing.assert_close(linear(x).double(), exact, rtol=1e-5, atol=1e-3)
     halved = linear(x.half())
@@ -91,7 +84,7 @@ def test_parts_of_the_inputs_are_added(form, tokens, short_parts):
 @pytest.mark.quick("4 bits by 32", "FP8")
 @interpreted
 @pytest.mark.parametrize("form", FORMS)
-def test_the_company_of_a_row_does_not_change_its_bits(form, short_parts):
+def test_the_company_of_a_row_does_not_change_its_bits(form):
     linear = TritonLinear(FORMS[form])
     x = exact_activations(40, FORMS[form].dequantized(torch.float32).shape[1]).half() / 127
     assert torch.equal(linear(x), torch.cat([linear(x[:1]), linear(x[1:20]), linear(x[20:])]))

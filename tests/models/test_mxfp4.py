@@ -46,21 +46,21 @@ def test_forecast_of_kept_bytes_is_what_is_kept(twins):
 
 
 SCRIPT = """
-import resource, sys, torch
+import sys, torch
 sys.path.insert(0, sys.argv[2])
 from model_zoo import load_model
 from pathlib import Path
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import load as load_cpu
 from pagedcli.models.reading import read_spec
-from pagedcli.runner.memory import process_memory
+from pagedcli.runner.memory import host_peak, process_memory
 torch.set_num_threads(1)
 spec, cpu = read_spec(Path(sys.argv[1])), torch.device("cpu")
 backend = load_cpu(AttentionSpec(cpu, torch.bfloat16, 16, spec.num_heads, spec.num_kv_heads, spec.head_dim))
 before = process_memory()
 options = dict(backend=backend, dtype=torch.bfloat16, device=cpu, max_model_len=64, load_format="dummy")
 model = load_model(Path(sys.argv[1]), spec, **options)
-most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+most = host_peak()  # not ru_maxrss, which a child inherits from the process that started it
 print(process_memory() - before, most - before, model.weight_bytes)
 """
 

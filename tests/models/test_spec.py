@@ -5,6 +5,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -279,9 +280,15 @@ def test_a_missing_or_broken_folder_is_named(tmp_path):
         read_spec(tmp_path)
 
 
+@pytest.fixture
+def hub(monkeypatch):
+    """Lets a function take the place of downloads."""
+    return partial(monkeypatch.setattr, huggingface_hub, "snapshot_download")
+
+
 @pytest.mark.parametrize("model", ["/absent/folder", "./absent", "~/absent-folder", "a/b/c", "folder/"])
-def test_what_can_only_be_a_path_is_never_looked_up_on_the_hub(model, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))
+def test_what_can_only_be_a_path_is_never_looked_up_on_the_hub(model, hub):
+    hub(lambda *args, **kwargs: pytest.fail("asked the Hub"))
     with pytest.raises(ModelError, match="no model folder at"):
         resolve_model(model)
 
@@ -313,25 +320,25 @@ HUB_FAILURES = {
 
 
 @pytest.mark.parametrize("reason", HUB_FAILURES)
-def test_each_failure_of_the_hub_has_its_own_message(reason, monkeypatch):
+def test_each_failure_of_the_hub_has_its_own_message(reason, hub):
     def download(*args, **kwargs):
         # __init__ of the HTTP ones wants the server's response, which differs between versions of the hub client
         raise HUB_FAILURES[reason].__new__(HUB_FAILURES[reason], "reason")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub(download)
     with pytest.raises(ModelError, match=reason) as caught:
         resolve_model("owner/absent", revision="v9")
     assert "owner/absent" in caught.value.message
 
 
-def test_the_hub_is_asked_for_weights_and_text_but_not_for_other_formats(monkeypatch, tmp_path):
+def test_the_hub_is_asked_for_weights_and_text_but_not_for_other_formats(hub, tmp_path):
     asked = {}
 
     def download(model, **options):
         asked.update(options, model=model)
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub(download)
     assert resolve_model("owner/model", revision="main") == tmp_path
     assert (asked["model"], asked["revision"]) == ("owner/model", "main")
     names = [

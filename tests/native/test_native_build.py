@@ -33,7 +33,6 @@ def test_no_compiler_is_a_reason_with_a_way_out(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setitem(sys.modules, "ziglang", None)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match="no C\\+\\+ compiler found") as caught:
         build.find_compiler()
     assert "pagedcli[native]" in caught.value.hint
@@ -42,8 +41,11 @@ def test_no_compiler_is_a_reason_with_a_way_out(monkeypatch, tmp_path):
 def test_the_compiler_of_a_package_is_not_taken_from_the_current_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "1")
+    metadata = tmp_path / "packages" / "ziglang-1.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Name: ziglang\nVersion: 1\n")
+    (tmp_path / "packages" / "ziglang.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
     command = build.find_compiler().command
     (tmp_path / "ziglang.py").write_text("open('ran', 'w')")
     subprocess.run([*command, "--version"], cwd=tmp_path, capture_output=True, check=False)
@@ -167,18 +169,16 @@ def test_a_killed_build_leaves_nothing_that_the_next_one_does_not_remove(monkeyp
 
 
 @needs_compiler
-def test_after_a_power_cut_a_library_is_whole_or_compiled_again(monkeypatch, tmp_path):
-    def compile_sources(compiler, flags, library):
-        library.write_bytes(b"code" * 100)
-        return library
-
-    monkeypatch.setattr(build, "compile_sources", compile_sources)
-    path, compiler, num_whole = tmp_path / "kernels.so", build.Compiler(("c++",), "a compiler"), 0
-    for _ in left_behind(tmp_path, lambda: build.build(compiler, path)):
+def test_after_a_power_cut_a_library_is_whole_or_compiled_again(tmp_path, quick):
+    compiler, made = build.Compiler((str(quick),), "a compiler"), (tmp_path / "small.so").read_bytes()
+    folder, num_whole = tmp_path / "kept", 0
+    folder.mkdir()
+    path = folder / "kernels.so"
+    for _ in left_behind(folder, lambda: build.build(compiler, path)):
         num_whole += build.is_whole(path)
         if not build.is_whole(path):
             build._build_alone(compiler, path, is_kept=True)
-        assert path.read_bytes() == b"code" * 100
+        assert path.read_bytes() == made
         assert build.is_whole(path)
     assert num_whole > 0
 

@@ -2,19 +2,22 @@
 budget for blocks and for slots of recurrent state."""
 
 import gc
+import json
 from dataclasses import replace as changed
 from pathlib import Path
 
 import models_by_config
 import pytest
 import torch
+from conftest import forget_library
 from model_zoo import tiny_model
 from msgspec import UNSET
 from torch.profiler import ProfilerActivity, profile
 
+from pagedcli.answers import fits
 from pagedcli.answers.fits import Fit, block_formula, budget_formula, concurrency_rows, target_rows, waterfall
 from pagedcli.config import EngineConfig, load_config
-from pagedcli.core.budget import TERMS, StepShape, Terms, block_bytes
+from pagedcli.core.budget import TERMS, StepShape, Terms
 from pagedcli.core.groups import TableShape
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan, Pool
@@ -30,23 +33,23 @@ from pagedcli.planning.machine import described_host, host_memory
 from pagedcli.records import size
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import measure_step, other_holders, process_memory
+from pagedcli.runner.memory_profile import profile_described, read_described
 
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
 QWEN3_06B = native_spec(Path("."), models_by_config.QWEN3_06B, "qwen3")
 GROUP = CacheGroup(layers=tuple(range(28)), heads=(8, 128))
 
 
-def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
-    per_block = block_bytes(num_layers=28, block_size=256, num_kv_heads=8, head_dim=128, kv_dtype="bfloat16")
-    assert per_block == 28 * 2**20
-    total, used, peak, current = (int(gib * GIB) for gib in (23.48, 3.69, 1.58, 1.14))
-    reserve = total - int(total * 0.9)
-    terms = Terms(total=total, reserve=reserve, others=used - current, weights=current, activations=peak - current)
-    assert (terms.used, terms.available) == (used, total - used - (peak - current))
-    assert terms.kv_cache // per_block == 621
-    assert block_formula(GROUP, 256, "bfloat16") == (
-        "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128"
-    )
+def test_a_qwen3_06b_block_and_a_card_with_known_numbers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(models_by_config.QWEN3_06B))
+    config = EngineConfig(model=str(tmp_path), block_size=256, gpu_memory_utilization=0.9)
+    given = read_described(None, "23.48GiB", None, used="3.69GiB", others=None, peak="1.58GiB", current="1.14GiB")
+    fit = profile_described(config, given)
+    assert (fit.num_kvcache_blocks, fit.block_bytes) == (621, 28 * MIB)
+    block = block_formula(fits.largest_group(fit), 256, "bfloat16")
+    shown = [f"room for KV = {budget_formula(fit)}", f"bytes/block = {block}", *fits.cache_tensors(fit)]
+    assert "\n".join(shown) in (ROOT / "docs" / "kv-cache.md").read_text()
     assert block_formula(GROUP, 256, "int8") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x (128 head_dim x 1 bytes + 4 of scale) = 15,138,816"
     )
@@ -102,9 +105,8 @@ def wide_engine(path, **config):
 @pytest.mark.quick("float32-changes1")
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"head_dim": 128}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, changes, tmp_path, monkeypatch):
-    for module in ("layers.sampling", "runner.memory"):  # another test may have loaded the kernels
-        monkeypatch.setattr(f"pagedcli.{module}.loaded_library", lambda: None)
+def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, changes, tmp_path):
+    forget_library()  # another test may have loaded it
     path = tiny_model("qwen3", tmp_path / "m", **changes)
     engine = wide_engine(path, dtype=dtype, attention_backend="reference")
     step = StepShape.largest(1024, 64, 512)

@@ -15,7 +15,6 @@ from pagedcli.models.reading import read_spec
 from pagedcli.planning import machine
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import Gpu, Machine, described_gpu
-from pagedcli.runner import loading
 from pagedcli.runner.llm_engine import LLMEngine
 
 GIB = 2**30
@@ -32,13 +31,11 @@ def spec(tmp_path_factory):
     return replace(read_spec(cached_model("qwen3", tmp_path_factory)), dtype="bfloat16")
 
 
-def test_an_engine_without_a_compiler_says_why_the_native_backend_is_not_used(tmp_path, monkeypatch):
-    here = replace(machine.this_machine(), missing=NO_COMPILER)
-    for module in (machine, loading):
-        monkeypatch.setattr(module, "this_machine", lambda **_: here)
+def test_an_engine_without_a_compiler_says_why_the_native_backend_is_not_used(tmp_path, no_compiler):
+    there = replace(machine.this_machine(), missing={"cpu": no_compiler})
     config = EngineConfig(model=str(tiny_model("qwen3", tmp_path / "m")), device="cpu", num_kvcache_blocks=8)
-    engine, decided = LLMEngine(config).plan, decide(config, read_spec(tmp_path / "m"), here).plan
-    assert engine.refused == decided.refused == ("cpu: no C++ compiler found",)
+    engine, decided = LLMEngine(config).plan, decide(config, read_spec(tmp_path / "m"), there).plan
+    assert engine.refused == decided.refused == (f"cpu: {no_compiler}",)
     assert (engine.backend, engine.limits) == (decided.backend, replace(decided.limits, num_blocks=8))
 
 
@@ -87,18 +84,16 @@ def test_what_a_machine_cannot_run_is_refused_before_anything_is_loaded(config, 
         decide(EngineConfig(**config), spec, there)
 
 
-def test_an_engine_creates_no_context_on_gpus_that_it_does_not_use(monkeypatch):
+def test_an_engine_creates_no_context_on_gpus_that_it_does_not_use(torch_cuda):
     card = SimpleNamespace(name="a", total_memory=GIB, major=9, minor=0)
     asked = []
-    fakes = {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda index: card,
-        "mem_get_info": lambda index: (asked.append(index), (GIB // 4, GIB))[1],  # creates a context
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    torch_cuda(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        current_device=lambda: 0,
+        get_device_properties=lambda index: card,
+        mem_get_info=lambda index: (asked.append(index), (GIB // 4, GIB))[1],  # creates a context
+    )
     assert [gpu.capability for gpu in machine.this_machine().gpus] == [(9, 0), (9, 0)]
     assert asked == []
     assert [gpu.free_bytes for gpu in machine.this_machine(free_memory=True).gpus] == [GIB // 4] * 2
@@ -156,18 +151,16 @@ UNSEEN = {
 @pytest.mark.parametrize("given", UNSEEN, ids=str)
 def test_a_gpu_that_torch_does_not_see_is_named_with_the_way_to_it(given, spec, tmp_path, monkeypatch):
     driver, cuda, visible, has_devices = given
-    monkeypatch.setattr(machine, "_NVIDIA_DRIVER", tmp_path / "version")
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if has_devices:
         (tmp_path / "nvidia0").touch()
-    assert machine.unseen_gpu() is None, "no driver is loaded"
-    about = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 01:15:15 UTC 2023\n"
-    (tmp_path / "version").write_text(about)
-    reason = machine.unseen_gpu()
+    about, here = tmp_path / "version", (tmp_path / "version", tmp_path)
+    assert machine.unseen_gpu(*here) is None, "no driver is loaded"
+    about.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 01:15:15 UTC 2023\n")
+    reason = machine.unseen_gpu(*here)
     assert reason.startswith(f"an NVIDIA driver ({driver}) is loaded, but ")
     assert re.search(UNSEEN[given], reason)
     here = Machine(total_bytes=GIB, available_bytes=GIB, unseen_gpu=reason)

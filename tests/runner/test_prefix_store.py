@@ -15,7 +15,6 @@ from power_loss import left_behind
 
 from pagedcli import content_files
 from pagedcli.config import EngineConfig
-from pagedcli.core import store as core_store
 from pagedcli.core.store import StoredNote
 from pagedcli.errors import ConfigError, TraceError
 from pagedcli.events import BlocksRestored, PrefixLookedUp
@@ -296,8 +295,8 @@ KINDS = ("byte", "cut", "zeros", "swap", "gone")
 @pytest.mark.quick("gone-after the start")
 @pytest.mark.parametrize("late", [False, True], ids=["before the start", "after the start"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_damages_are_misses_and_never_an_answer(path, stored, tmp_path, monkeypatch, kind, late):
-    monkeypatch.setattr(core_store, "FILE_BYTES", 10_000)
+def test_damages_are_misses_and_never_an_answer(path, stored, tmp_path, store_files_of, kind, late):
+    store_files_of(10_000)
     prompts, rng = ragged_prompts(vocab_size=100), random.Random(f"{kind} {late}")
     expected, *_ = outcome(engine_with(path), prompts)
     outcome(engine_with(path, tmp_path / "whole"), prompts)
@@ -322,8 +321,8 @@ def test_a_run_says_why_a_file_with_a_damaged_head_was_of_no_use(path, stored, t
     assert dict(facts.not_used) == {"not a file of this program": 1}
 
 
-def test_written_is_what_is_there_at_the_end(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(core_store, "FILE_BYTES", 10_000)
+def test_written_is_what_is_there_at_the_end(path, tmp_path, store_files_of):
+    store_files_of(10_000)
     _, facts, _ = outcome(engine_with(path, tmp_path, prefix_store_size=25_000), ragged_prompts(vocab_size=100))
     files, _ = content_files.ContentFolder(tmp_path).files()
     assert facts.num_written_blocks == sum(len(file.head.sizes) for file in files) > 0
@@ -361,14 +360,14 @@ def test_a_bound_that_is_too_small_changes_no_row(path, tmp_path):
     ],
 )
 def test_after_a_power_cut_no_row_is_wrong_or_lost(
-    family, file_bytes, bound, every, tmp_path_factory, tmp_path, monkeypatch
+    family, file_bytes, bound, every, tmp_path_factory, tmp_path, store_files_of
 ):
     """Whatever it leaves of unsynced files and of their names: no folder is above its bound, and each file is whole or
     not there."""
     path, folder = cached_model(family, tmp_path_factory), tmp_path / "store"
     prompts = ragged_prompts(vocab_size=100)
     folder.mkdir()
-    monkeypatch.setattr(core_store, "FILE_BYTES", file_bytes)
+    store_files_of(file_bytes)
     expected, *_ = outcome(engine_with(path), prompts)
     engine = engine_with(path, folder, prefix_store_size=bound)
     num_read, numbers = 0, set()

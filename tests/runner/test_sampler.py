@@ -3,6 +3,7 @@ reach the limits, whose every case is in layers/test_triton_sampling."""
 
 import pytest
 import torch
+from conftest import forget_library
 
 from pagedcli.core.sampling_input import SamplingInput
 from pagedcli.core.sequence import Draft, Sequence
@@ -163,8 +164,8 @@ def test_parameters_out_of_range_are_refused_by_name(wrong):
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_longer_list_of_tokens_begins_with_the_shorter_one(native, monkeypatch):
-    monkeypatch.setattr(sampling, "loaded_library", load_library if native else lambda: None)
+def test_a_longer_list_of_tokens_begins_with_the_shorter_one(native):
+    load_library() if native else forget_library()
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(40, 700, generator=generator) * 2).bfloat16().float()  # a hundred different values
     logits[0] = -3.0

@@ -11,7 +11,6 @@ import threading
 import time
 from dataclasses import replace
 
-import msgspec
 import psutil
 import pytest
 import torch
@@ -147,13 +146,8 @@ def test_rows_written_before_a_worker_died_are_kept_and_resumed(tmp_path):
 
 
 @pytest.mark.long
-def test_a_worker_that_cannot_load_says_why_and_nobody_waits(model, monkeypatch):
-    start_worker = tensor_parallel._start_worker
-
-    def start_with_another_model(config, *args):
-        return start_worker(msgspec.structs.replace(config, model="/no/such/model"), *args)
-
-    monkeypatch.setattr(tensor_parallel, "_start_worker", start_with_another_model)
+def test_a_worker_that_cannot_load_says_why_and_nobody_waits(model, change_workers):
+    change_workers("tensor_parallel.load_engine = lambda *_, **__: open('/no/such/model')")
     with pytest.raises(WorkerFailure, match=r"worker 1 of 2 .* failed: .*/no/such/model"):
         make_engine(model, tensor_parallel_size=2)
     assert not dist.is_initialized()

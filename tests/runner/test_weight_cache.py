@@ -20,10 +20,15 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
-    """The folder of packed weights, in which all weights are kept."""
-    folder = tmp_path / "weights"
-    monkeypatch.setattr(weight_cache, "weight_folder", lambda: folder)
+def folder(tmp_path, monkeypatch):
+    """That of packed weights."""
+    monkeypatch.setattr(weight_cache, "weight_folder", lambda: tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def kept(folder, monkeypatch):
+    """The folder, in which all weights are kept, however fast they were loaded."""
     monkeypatch.setattr(weight_cache, "LEAST_S", 0.0)
     return folder
 
@@ -125,12 +130,15 @@ def test_other_weights_and_other_formats_are_kept_apart(path, kept, tmp_path):
     assert sum(each.num_bytes for each in listed) == sum(file.stat().st_size for file in kept.iterdir())
 
 
-def test_nothing_is_kept_without_the_cache_of_fast_loads_and_of_random_weights(path, kept, monkeypatch):
+def test_nothing_is_kept_without_the_cache_and_of_random_weights(path, kept):
     assert outcome(path, weight_cache=False)[1] == []
     assert outcome(path, load_format="dummy")[1] == []
-    monkeypatch.setattr(weight_cache, "LEAST_S", 1000.0)
-    assert outcome(path)[1] == []
     assert not kept.exists()
+
+
+def test_weights_that_load_fast_are_not_kept(path, folder):
+    assert outcome(path)[1] == []
+    assert not folder.exists()
 
 
 def test_weights_that_change_while_they_are_packed_are_not_kept(path, kept, tmp_path, monkeypatch):

@@ -321,7 +321,8 @@ def test_simulate_draws_the_hit_rate_of_its_tables(trace, tmp_path):
 
 
 def test_columns_rise_with_the_shares_over_a_logarithmic_axis():
-    lines = curve_lines(lambda place: min(1.0, place / 64) / 2, 1, 4096, label=lambda place: f"{place:,.0f} blocks")
+    curves = {"#": lambda place: 50 * min(1.0, place / 64)}
+    lines = curve_lines(curves, 1, 4096, unit="%", label=lambda place: f"{place:,.0f} blocks")
     *rows, base, axis = lines
     assert rows[0].startswith(" 50.0 % |")
     assert base.startswith("  0.0 % +---")

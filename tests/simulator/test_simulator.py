@@ -14,14 +14,14 @@ from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import PagedcliError, TraceError
 
 
-def run_seeds(number, *given):
-    for seed in range(number):
+def run_seeds(seeds, *given):
+    for seed in seeds:
         run_seed(seed, *given)
 
 
 def test_fifteen_scenarios_without_a_violation(tmp_path):
     counts = Counter()
-    run_seeds(15, tmp_path, counts)
+    run_seeds(range(15), tmp_path, counts)
     assert min(counts[what] for what in ("kills", "power cuts", "torn writes", "full disks", "interrupts")) > 0
 
 
@@ -67,15 +67,16 @@ def overlook_dead_workers():
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"),
+    ("plant", "first", "said"),
     [
-        (lose_fsyncs, "rows were safe"),
-        (free_twice, "."),
-        (skip_preemptions, "."),
-        (write_rows_twice, "rows of"),
-        (overlook_dead_workers, "."),
+        (lose_fsyncs, 7, "rows were safe"),
+        (free_twice, 2, "."),
+        (skip_preemptions, 1, "."),
+        (write_rows_twice, 0, "rows of"),
+        (overlook_dead_workers, 7, "."),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path, plant, said):
+def test_a_planted_fault_is_found(tmp_path, plant, first, said):
+    """`first`: the first seed that finds it, so that the others need not run; one of 300, where scenarios change."""
     with pytest.raises((AssertionError, PagedcliError, TraceError), match=said):
-        run_seeds(300, tmp_path, Counter(), plant)
+        run_seeds(range(first, 300), tmp_path, Counter(), plant)

@@ -113,7 +113,7 @@ def test_every_key_of_today_is_in_the_fingerprint_or_declared_neutral(folder):
                 value = next(each for each in str_literals(type_) if each != default)
             if name == "tools":
                 value = [{"type": "function", "function": {"name": "x"}}]
-            if name in ("chat_template", "model"):  # these two are files
+            if name in ("chat_template", "model", "adapter"):  # these are files
                 continue
             changed = Config(**{section: struct(**{name: value})})
             assert (fingerprint(folder, changed) != base) == declared.affects_rows, (section, name, value)

@@ -8,6 +8,7 @@ from pagedcli.errors import TraceError
 from pagedcli.events import (
     BlocksReleased,
     CacheGroup,
+    PrefixLookedUp,
     RequestFinished,
     RequestRefused,
     RequestWaiting,
@@ -264,3 +265,23 @@ def test_the_list_of_what_cannot_be_checked_names_real_fields():
 def test_time_that_runs_backward_is_found():
     place = [i for i, event in enumerate(EVENTS) if isinstance(event, StepFinished)][5]
     check_refused(place, "time 0 is before", time_ns=0)
+
+
+def test_an_admission_tells_shared_revived_and_fresh_blocks():
+    """A holds two blocks that B shares; once both have ended, C revives them. D is admitted in an older trace."""
+    events = []
+    sim = Simulation(8, 2, emit=events.append, max_num_seqs=2, max_num_batched_tokens=64)
+    for last in (7, 8, 9):
+        sim.add([1, 2, 3, 4, last], 3)
+    sim.run()
+    lookups = [(place, event) for place, event in enumerate(events) if isinstance(event, PrefixLookedUp)]
+    kinds = ("shared", "revived", "fresh")
+    assert [tuple(event.blocks_taken.values()) for _, event in lookups] == [(0, 0, 3), (2, 0, 1), (0, 2, 1)]
+    assert sim.stats.admitted == dict(zip(kinds, (2, 2, 5), strict=True))
+    place, third = lookups[2]
+    for name, what in (("shared", "2 blocks were found, 2 of them free"), ("fresh", "1 fresh blocks of seq 2")):
+        wrong = getattr(third, f"blocks_{name}") + 1
+        check_refused(place, what, events, **{f"blocks_{name}": wrong})
+    older = msgspec.structs.replace(third, **{f"blocks_{kind}": msgspec.UNSET for kind in kinds})
+    check_events([*events[:place], older, *events[place + 1 :]])
+    assert older.blocks_taken is None

@@ -1,11 +1,12 @@
 """Folding the events of the real block manager gives back the real pool, exactly."""
 
+import random
 from collections.abc import Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from harness.core import PoolMachine
+from harness.core import PoolMachine, Simulation, run_at_random
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
@@ -31,6 +32,7 @@ from pagedcli.events import (
 )
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
+from pagedcli.views.rows import Now, SequenceRow, block_slots, written_slots
 
 
 def engine_started(num_blocks: int, block_size: int, **changes: object) -> EngineStarted:
@@ -244,3 +246,43 @@ def test_with_lru_a_duplicate_may_be_evicted_before_its_turn_but_need_not(evicte
 def test_events_before_the_start_are_refused() -> None:
     with pytest.raises(TraceError, match="before engine_started"):
         pool_fold()(StepStarted(0, 0))
+
+
+def test_slots_of_300_tokens_in_blocks_5_and_12_of_256():
+    state = PoolState()
+    state.apply(engine_started(13, 256))
+    state.apply(RequestAdded(0, "r", 0, 300, 9, salted=False))
+    seq = state.seqs[0]
+    seq.block_table, seq.num_computed_tokens = [5, 12], 300
+    assert (block_slots(5, 256, state), block_slots(12, 44, state)) == ("1280-1535", "3072-3115")
+    assert written_slots(seq, 300, state) == "1280-1535 3072-3115"
+    seq.num_computed_tokens += 1
+    assert written_slots(seq, 1, state) == "3116"
+
+
+@pytest.mark.parametrize("windows", [(None,), (4, None)])
+def test_the_slots_that_a_step_is_said_to_write_are_those_that_it_writes(windows):
+    told, written, fold = [], [], pool_fold()
+
+    def observe(event):
+        fold(event)
+        if isinstance(event, StepScheduled):
+            rows = [SequenceRow(seq, Now(fold.state)) for seq in fold.state.seqs.values()]
+            texts = [text for row in rows if row.slots_written for text in row.slots_written.split("; ")]
+            ranges = [part.split("-") for text in texts for part in text.split()]
+            told.append(sorted(slot for ends in ranges for slot in range(int(ends[0]), int(ends[-1]) + 1)))
+
+    sim = Simulation(
+        13 * len(windows), 2, windows=windows, emit=observe, max_num_batched_tokens=7, chunked_prefill_size=5
+    )
+    launch = sim.executor.launch_model
+
+    def launched(step):
+        written.append(sorted(slot for slot in step.slots.flatten().tolist() if slot >= 0))
+        return launch(step)
+
+    sim.executor.launch_model = launched
+    run_at_random(sim, random.Random(5), 30)
+    assert sim.stats.num_preemptions
+    assert sim.stats.num_cached_tokens
+    assert told == written

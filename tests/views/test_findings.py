@@ -29,7 +29,7 @@ from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import Fold, fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.stats import memory_use
-from pagedcli.views.whole_run import Findings, WholeRun, finding_lines, story
+from pagedcli.views.whole_run import Findings, WholeRun, costs, finding_lines, story
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 
@@ -123,6 +123,12 @@ def test_facts_of_random_runs(fails, seed, states):
     run.finish(folding.state)
     assert (sim.stats.num_failed_steps > 0) == (fails > 0)
     assert_equal_facts(sim.stats, run.findings(folding.state).facts)
+    found = costs(run.requests)
+    assert sum(each.num_recomputed for each in found) == sim.stats.num_recomputed_tokens
+    assert sum(each.num_computed for each in found) == sim.stats.num_computed_tokens or fails
+    firsts = [seq for seq in folding.state.all_seqs() if not seq.sample_index]
+    assert sum(each.num_prompt for each in found) == sum(seq.num_prompt_tokens for seq in firsts)
+    assert found == sorted(found, key=lambda each: -each.num_computed)
 
 
 def test_facts_of_a_resumed_run_are_those_of_its_parts(tmp_path):
@@ -166,10 +172,8 @@ def test_a_trace_without_shared_tokens_shows_nearly_as_much(limits):
     assert found.facts.longest_shared <= sim.stats.longest_shared
 
 
-def test_the_ceiling_says_of_how_many_tokens_it_is(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 128)
+def test_the_ceiling_says_of_how_many_tokens_it_is():
     sim, _ = simulation(shared_prompts(240, num_own=16), max_num_seqs=1)
-    assert sim.stats.ideal_of
     sim.stats.ideal_of = 128
     assert "(cache of the newest 128 tokens)" in dict(finding_lines(Findings(sim.stats)))["prefixes"]
     few, _ = simulation([[1] * 40] * 2, max_num_seqs=1)

@@ -130,14 +130,13 @@ def same(a: Moment, b: Moment) -> None:
 
 
 @pytest.mark.parametrize("snapshot_bytes", [100 << 20, 200_000])  # the second makes snapshots rare
-def test_any_walk_through_a_trace_shows_what_a_fresh_fold_shows(tmp_path, events, monkeypatch, snapshot_bytes):
-    monkeypatch.setattr("pagedcli.views.moment._SNAPSHOT_BYTES", snapshot_bytes)
+def test_any_walk_through_a_trace_shows_what_a_fresh_fold_shows(tmp_path, events, snapshot_bytes):
     fresh, moments = Moment(), []
     for event in pool_fold(fresh).steps(EventList(events)):
         if isinstance(event, StepScheduled):
             moments.append(fresh.copy())
     moments.append(fresh)
-    replay = Replay(TraceReader(write(tmp_path / "run.jsonl", events)))
+    replay = Replay(TraceReader(write(tmp_path / "run.jsonl", events)), snapshot_bytes=snapshot_bytes)
     assert replay.last_stop == len(moments) - 1
     same(replay.moment, moments[-1])
     rng = random.Random(1)

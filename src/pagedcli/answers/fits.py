@@ -19,7 +19,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan, Pool
 from pagedcli.errors import PagedcliError, address_space
 from pagedcli.events import CacheGroup
-from pagedcli.printable import byte_text, capitalized, percent_text, plural
+from pagedcli.printable import byte_text, capitalized, id_ranges, percent_text, plural
 from pagedcli.records import Bytes, Share, Whole, computed, size
 
 NOT_PREDICTED = "transformers runs its layers; neither memory nor time is predicted"
@@ -298,13 +298,25 @@ def block_formula(group: CacheGroup, block_size: int, kv_dtype: str) -> str:
     return f"{layers} x {of_heads} = {token_bytes(group, kv_dtype) * block_size:,}"
 
 
-def cache_shape(fit: Fit) -> tuple[int, ...]:
-    """[2, L, N, S, G, D] of the cache tensor: K and V, the layers of the largest group, blocks, tokens of a block, KV
-    heads, their size. The first is 1 where V is a part of K. Backends order the elements of a block as they like."""
-    group = largest_group(fit)
+def cache_shape(fit: Fit, group: CacheGroup) -> tuple[int, ...]:
+    """[2, L, N, S, G, D] of the cache tensor as a group of layers sees it: K and V, its layers, blocks, tokens of a
+    block, KV heads, their size. The first is 1 where V is a part of K. Backends order the elements of a block as they
+    like."""
     assert group.heads is not None, "the group names its heads"
     kept = 2 if group.value_dim is None else 1
     return (kept, len(group.layers), fit.num_kvcache_blocks, fit.block_size, *group.heads)
+
+
+def cache_tensors(fit: Fit) -> Iterator[str]:
+    """The dimensions of the cache tensor in words; one text for each shape in which groups of layers see it."""
+    shapes = dict[tuple[int, ...], list[int]]()
+    for number, group in enumerate(fit.limits.groups):
+        shapes.setdefault(cache_shape(fit, group), []).append(number)
+    for (kept, *sizes), numbers in shapes.items():
+        of = f" for group{'s' if len(numbers) > 1 else ''} {id_ranges(numbers)}" if len(shapes) > 1 else ""
+        words = zip(sizes, ("layer", "block", "token", "KV head", "dim"), strict=True)
+        parts = [f"{kept} ({'K, V' if kept > 1 else 'K, V in it'})", *(plural(count, word) for count, word in words)]
+        yield f"KV cache tensor{of}: {' x '.join(parts)}, {fit.kv_dtype}"
 
 
 def largest_group(fit: Fit) -> CacheGroup:

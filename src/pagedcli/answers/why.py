@@ -150,11 +150,11 @@ class ExplainedLookup(LookupRow):
     USES: ClassVar = {
         "json": "step seq_id request_id row_id label kind num_tokens blocks_asked blocks_hit tokens_hit"
         " ideal_tokens_hit lost_tokens first_miss reason why evicted_step"
-        " evicted_block_id evicted_for num_more_blocks partial_tokens disk_tokens divergence",
-        "table": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit first_miss"
-        " lost_tokens why",
-        "page": "step seq_id label kind num_tokens blocks_asked blocks_hit tokens_hit ideal_tokens_hit reason why"
-        " divergence",
+        " evicted_block_id evicted_for num_more_blocks partial_tokens disk_tokens blocks_taken divergence",
+        "table": "step seq_id label kind num_tokens blocks_asked tokens_hit blocks_taken ideal_tokens_hit"
+        " first_miss lost_tokens why",
+        "page": "step seq_id label kind num_tokens blocks_asked tokens_hit blocks_shared blocks_revived blocks_fresh"
+        " ideal_tokens_hit reason why divergence",
         "nowhere": "own missing_hash miss_reason shared_tokens",
     }
 

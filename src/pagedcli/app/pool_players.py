@@ -24,7 +24,6 @@ from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import WholeRun
 from pagedcli.views.words import StepEvent, Story, block_story, sequence_story, with_steps
 
-_KEPT_EVENTS = 500_000  # events of a running engine, for stories and for the way back: roughly 150 MB
 _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
 _MOST_WAIT_S = 0.5  # each look at the run takes a core from its kernels for a moment
@@ -122,7 +121,7 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
     observes: events that contradict each other end it, not the run. `whole_run` folds the same events.
 
     When the run has ended, `read_back` reads it from the events that were kept, or of a longer run from the trace that
-    was `recorded`, and `past` is then a player that moves both ways.
+    was `recorded`, and `past` is then a player that moves both ways. The newest `kept_events` take roughly 150 MB.
     """
 
     def __init__(
@@ -132,6 +131,7 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         follow: NamedRequest | None = None,
         paused: bool = False,
         recorded: Path | None = None,
+        kept_events: int = 500_000,
     ) -> None:
         super().__init__(paused=paused, speed=None)
         whole_run = WholeRun() if whole_run is None else whole_run
@@ -147,7 +147,7 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self.is_released = False
         self._fold = pool_fold(self.live, whole_run)
         self._unfolded: list[Event] = []
-        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[Event] = deque(maxlen=kept_events)
         self._changed = threading.Condition()  # the user wants something else
         self._steps_allowed = 0  # while paused
         self._goal: int | Landmark | None = None  # pause there

@@ -16,7 +16,7 @@ from pagedcli.trace.seq_state import SeqState
 from pagedcli.views.cache_groups import block_group_words
 from pagedcli.views.conditions import Condition, fields, parse
 from pagedcli.views.moment import Moment
-from pagedcli.views.rows import Now, SequenceRow, chosen
+from pagedcli.views.rows import Now, SequenceRow, block_owners, block_slots, chosen, num_tokens_of
 from pagedcli.views.state_slots import slots_of
 
 
@@ -53,12 +53,13 @@ def block_facts(moment: Moment, block_id: int) -> Text:
     """Who holds a block, and its content."""
     state = moment.state
     content, filler = state.hashes[block_id], state.filler_seq_ids[block_id]
-    holders = []
-    for seq in state.running():
-        if block_id in seq.block_table:
-            place = seq.block_table.index(block_id) // state.num_groups
-            holders.append(f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {place}")
-    lines = [f"held by    {', '.join(holders) or 'nobody'}"]
+    held = block_owners(state).get(block_id, [])
+    holders = [
+        f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {place // state.num_groups}"
+        for seq, place in held
+    ]
+    slots = block_slots(block_id, num_tokens_of(block_id, held, state), state)
+    lines = [f"held by    {', '.join(holders) or 'nobody'}", f"slots      {slots or 'none with a token'}"]
     if content is None:
         lines.append("content    none that a lookup could find")
     else:

@@ -32,7 +32,6 @@ from pagedcli.later import chat_template_utils, jinja2, transformers
 MAX_TEMPLATE_BYTES = 2**20
 MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
 MAX_RENDER_BYTES = 2**29  # memory that one chat may take in the process for templates
-_MAX_RENDER_S = 5.0  # a chat template takes microseconds
 _FRAME = struct.Struct("<cQQ")  # kind, number of the request, bytes that follow
 _ASKS_FOR_NULL = re.compile(r"content\W{0,3}(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 _ONE_WORD = [{"role": "user", "content": "word"}]
@@ -67,13 +66,13 @@ class _NoTemplateError(ValueError):
 class ChatRenderer:
     """Renders conversations with the chat template of a transformers tokenizer, or with one that is passed in.
 
-    `clock`: the time that templates see; None: now.
+    `clock`: the time that templates see; None: now. `most_s`: seconds for a chat, which takes microseconds.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, most_s: float = 5.0) -> None:
         self.clock: datetime | None = None
         self._tokenizer = tokenizer
-        self._apart = _TemplateProcess()
+        self._apart = _TemplateProcess(most_s)
         own = type(tokenizer).apply_chat_template  # a tokenizer that comes as code may have a method of its own
         self._renders_itself = own is not transformers.PreTrainedTokenizerBase.apply_chat_template
 
@@ -195,7 +194,8 @@ class _TemplateProcess:
     not tried again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
         self._turn = threading.Lock()
         self._refused: dict[str, RequestError | None] = {}  # template -> its refusal; None: it works
         self._process: subprocess.Popen[bytes] | None = None
@@ -219,7 +219,7 @@ class _TemplateProcess:
             return self._ask(request)
 
     def _ask(self, request: tuple[Any, ...]) -> str:
-        content = pickle.dumps((*request, _MAX_RENDER_S, MAX_RENDERED))  # whole, before any of it is written
+        content = pickle.dumps((*request, self._most_s, MAX_RENDERED))  # whole, before any of it is written
         process, self._process = self._process or self._started(), None  # no other request until this one is answered
         reads, writes = process.stdout, process.stdin
         assert reads is not None, "a pipe"
@@ -233,7 +233,7 @@ class _TemplateProcess:
         except (OSError, EOFError) as error:
             status = process.wait()
             if status == -signal.SIGALRM:
-                raise _refusal("took", f"{_MAX_RENDER_S:g} s") from error
+                raise _refusal("took", f"{self._most_s:g} s") from error
             what = f"the process that renders the chat template died: status {status}"
             raise RequestError("chat_template_error", what) from error
         finally:

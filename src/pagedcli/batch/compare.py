@@ -338,7 +338,7 @@ def run_again(
     for row, answers in sample.rows:
         again = RowSample(1)
         name, sink = f"again-{row.line.index}", StreamSink(io.BytesIO(), order="completion")
-        alone = options.with_run(limit=None, max_errors=None, reorder="none")
+        alone = options.with_run(limit=None, max_errors=None, max_time=None, reorder="none")
         alone = replace(alone, shard=(0, 1), check_ids=False, cache_namespace=name)
         BatchRun(engine, tokenizer, [row.line], sink, rows, alone, observe_row=again.add).run()
         if not again.rows:

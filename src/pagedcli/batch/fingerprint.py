@@ -18,7 +18,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config, EngineConfig
 from pagedcli.config_keys import keys_of
 from pagedcli.errors import BackendError, UsageError
-from pagedcli.models.hub import weight_files
+from pagedcli.models.hub import adapter_files, weight_files
 from pagedcli.native.build import instructions, load_library
 from pagedcli.process import nothing_to_collect
 
@@ -38,7 +38,7 @@ def run_fingerprint(config: Config, folder: Path, tokenizer: Tokenizer, *, shard
     """Named digests and values, except those of the input."""
     entries = {
         "pagedcli": __version__,
-        "model files": _model_digest(folder),
+        "model files": _model_digest(folder, adapter_files(config.engine)),
         "tokenizer": tokenizer.digest(),
         "shard": shard,
         **_settings(config),
@@ -131,14 +131,15 @@ def run_key(fingerprint: dict[str, str]) -> str:
     return _digest(msgspec.json.encode(sorted(fingerprint.items())).decode())
 
 
-def _model_digest(folder: Path) -> str:
-    """Digest of the configuration, and of each weights file's name, size and samples from all over it: reading a
-    large file takes too long, and other weights of the same shapes (a later checkpoint) differ everywhere."""
+def _model_digest(folder: Path, adapter: list[Path]) -> str:
+    """Digest of the configuration, and of the name, the size and samples from all over each file of weights or of the
+    adapter: reading a large file takes too long, and other weights of the same shapes (a later checkpoint) differ
+    everywhere."""
     digest = xxhash.xxh3_64()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
-    for path in weight_files(folder):
+    for path in [*weight_files(folder), *adapter]:
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes} ".encode())
         with path.open("rb") as file:

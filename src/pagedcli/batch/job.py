@@ -197,6 +197,7 @@ class OpenJob:
         observe: Callable[[BatchStats], None],
         observe_row: Callable[[BatchRow, list[RowPrompt]], None],
         stop_requested: Callable[[], bool],
+        start_ns: int | None = None,
     ) -> BatchRun:
         """The run, after load_tokenizer and open_sink."""
         header = sink.journal.header if isinstance(sink, FileSink) else None
@@ -220,6 +221,7 @@ class OpenJob:
             observe=observe,
             observe_row=observe_answers,
             stop_requested=stop_requested,
+            start_ns=start_ns,
         )
 
     def verify(self, engine: "runner.LLMEngine") -> list[RowDifference]:

@@ -14,6 +14,7 @@ import stat
 import time
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -26,6 +27,7 @@ import xxhash
 
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
 from pagedcli.batch.lines import InputDigest, InputScan, LineSource
+from pagedcli.batch.rows import NOT_A_ROW, reasons_of
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import JOURNAL, RUN_RECORD, check_new, lock, read_own, sync_folder, whole_file, writing
 from pagedcli.printable import plural
@@ -70,6 +72,7 @@ class Journal:
         self.header = header
         self.num_rows = 0
         self.num_failed_rows = 0
+        self.reasons: Counter[str] = Counter()  # answers that were resumed, by finish reason
         self.keys = bytearray()  # of the rows that `rows` has given
         self.failures: list[tuple[int, str]] = []  # line and reason of the first ones that were resumed
         self._fd = file_descriptor
@@ -237,6 +240,8 @@ class Journal:
             else:
                 if record.index >= 0 and not self._offset(record.index):
                     self._remember(record.index, offset, ok=record.ok)
+                    with suppress(*NOT_A_ROW):  # written by others
+                        self.reasons.update(reasons_of(row))
                     match row:
                         case {"error": {"line": int(line), "message": str(reason)}} if (
                             len(self.failures) < _MOST_FAILURES

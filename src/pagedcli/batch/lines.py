@@ -30,7 +30,6 @@ from pagedcli.printable import byte_text, plural
 from pagedcli.process import at_end
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
-MOST_SKIPPED_BYTES = 2**32  # read of a longer line in search of its end
 PACKED_ENDINGS = (".gz", ".zst")
 BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, ZSTD_MAGIC: zstd.open}  # by what a file begins with
@@ -329,11 +328,11 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
         yield line.rstrip(b"\r\n")
 
 
-def skip_line(file: BinaryIO) -> None:
-    """Read to the end of a line. Raises: PagedcliError if it has none in MOST_SKIPPED_BYTES, as in a device."""
-    num_left = MOST_SKIPPED_BYTES
+def skip_line(file: BinaryIO, *, most_bytes: int = 2**32) -> None:
+    """Read to the end of a line. Raises: PagedcliError if it has none in `most_bytes`, as in a device."""
+    num_left = most_bytes
     while (piece := file.readline(2**16)) and not piece.endswith(b"\n"):
         if (num_left := num_left - len(piece)) < 0:
             raise PagedcliError(
-                f"the prompts have no line end in {byte_text(MOST_SKIPPED_BYTES)}", hint="name a file of JSON lines"
+                f"the prompts have no line end in {byte_text(most_bytes)}", hint="name a file of JSON lines"
             )

@@ -369,6 +369,7 @@ class Prompts:
             room = room_for(limits, len(prompt.token_ids), params.beam_width or 1)
             if max(params.min_tokens, 1) <= room < params.max_tokens:
                 changes["max_tokens"] = room
+        prompt.lowers_max_tokens = "max_tokens" in changes
         params = copy.copy(params) if changes else params
         for name, value in changes.items():  # they are in range: checking all fields again takes as long as parsing
             msgspec.structs.force_setattr(params, name, value)

@@ -141,7 +141,7 @@ class RowPrompt(msgspec.Struct, eq=False):
     params: SamplingParams
     is_chat: bool = False  # whether the chat template wrote it
     text: str | None = None  # what is tokenized here; None: the line has the tokens
-    lowers_max_tokens: bool = False  # to what fits: the line leaves max_tokens to the run
+    lowers_max_tokens: bool = False  # to what fits: the line leaves it to the run; then, whether it was lowered
     messages: list[ChatMessage] | None = None  # a chat, until the template has written its text
     template_kwargs: dict[str, Any] = {}  # variables for the chat template
     tools: list[dict[str, Any]] | None = None  # shown by the chat template; in a line None: the run's

@@ -17,6 +17,7 @@ from pagedcli.batch.columns import CALLS, DISK, METRICS, REASONING, SCORES, Colu
 from pagedcli.batch.reasoning import ReasoningFormat, find_format
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.scoring import Score, ScoredTokens, best_of
+from pagedcli.batch.stats import Endings
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.batch.tool_calls import ToolCall, ToolFormat, find_tool_format
 from pagedcli.core.sequence import SampleOutput, TokenLogprobs
@@ -53,6 +54,7 @@ class RowWriter:
     run_key: str
     created_s: int  # Unix time of the run's first start
     columns: Columns = field(default_factory=Columns)
+    ended: Endings = field(default_factory=Endings)  # of the rows so far
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
@@ -71,14 +73,28 @@ class RowWriter:
         return self.columns.marked - without - (CALLS if self.tool_format is None else frozenset())
 
     def encode_success(self, row: BatchRow, answers: list[RowPrompt]) -> bytes:
-        samples = self._samples(answers)
+        fields = self._success(row, answers, self._samples(answers))
+        encoded = msgspec.json.encode(fields)
+        self._count(answers, reasons_of(fields), encoded)
+        return encoded
+
+    def _count(self, prompts: list[RowPrompt], reasons: list[str], encoded: bytes) -> None:
+        """Count how the answers of a row ended."""
+        prompt = prompts[0]
+        self.ended.reasons.update(reasons)
+        if not prompt.params.ignore_eos:
+            self.ended.cut_at[None if prompt.lowers_max_tokens else prompt.params.max_tokens] += reasons.count("length")
+        if self.tool_format is not None and self.columns.parse_tool_calls and any(each.tools for each in prompts):
+            self.ended.tool_rows[b'"tool_calls":[' in encoded] += 1
+
+    def _success(self, row: BatchRow, answers: list[RowPrompt], samples: list[_Sample]) -> dict[str, Any]:
         counts: dict[str, Any] = {"usage": _usage(answers, samples)}
         if self.columns.metrics:
             counts["metrics"] = _metrics(answers)
         if answers[0].scored is not None:
-            return msgspec.json.encode(self._score_row(row, answers[0], answers[0].scored) | counts | {"error": None})
+            return self._score_row(row, answers[0], answers[0].scored) | counts | {"error": None}
         if row.shape == "plain":
-            return msgspec.json.encode(self._plain_row(row, samples, counts))
+            return self._plain_row(row, samples, counts)
         key = self._id(row)
         chat = row.shape == "chat.completion"
         body = {
@@ -97,24 +113,24 @@ class RowWriter:
     def encode_error(self, row: BatchRow, error: RequestError) -> bytes:
         what = {"code": error.code, "message": error.message, "line": row.line.number}
         if row.shape != "plain":
-            return self._openai_row(row, None, what)
+            return msgspec.json.encode(self._openai_row(row, None, what))
         answer = {self.columns.answer: None, "finish_reason": None, "usage": None, "error": what}
         return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **answer})
 
     def encode_known(self, row: BatchRow, known: bytes) -> bytes:
         """A good row that asked for the same, with the index, id and copied columns of this one."""
         fields = msgspec.json.decode(known, type=dict[str, msgspec.Raw])
+        self._count(row.prompts, reasons_of(msgspec.json.decode(known)), known)
         if "response" in fields:
             key = msgspec.json.decode(fields["id"], type=str).removeprefix("batch_req_").encode()
-            return self._openai_row(
-                row, msgspec.Raw(bytes(fields["response"]).replace(key, self._id(row).encode())), None
-            )
+            response = msgspec.Raw(bytes(fields["response"]).replace(key, self._id(row).encode()))
+            return msgspec.json.encode(self._openai_row(row, response, None))
         answer = dropwhile(lambda field: field[0] not in (self.columns.answer, "outputs"), fields.items())
         return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **dict(answer)})
 
-    def _openai_row(self, row: BatchRow, response: Any, error: dict[str, Any] | None) -> bytes:
+    def _openai_row(self, row: BatchRow, response: Any, error: dict[str, Any] | None) -> dict[str, Any]:
         fields = {"id": f"batch_req_{self._id(row)}", "custom_id": row.id, **row.kept}
-        return msgspec.json.encode(fields | {"response": response, "error": error})
+        return fields | {"response": response, "error": error}
 
     def _id(self, row: BatchRow) -> str:
         return xxhash.xxh3_128_hexdigest(f"{self.run_key}:{row.line.index}".encode())
@@ -354,9 +370,7 @@ class WrittenRow(msgspec.Struct, frozen=True):
         """`answer`: the field of plain rows with the text; `index`: that of the row, if known. Raises: one of
         NOT_A_ROW."""
         fields = msgspec.json.decode(content, type=dict[str, Any])
-        body = (fields.get("response") or {}).get("body") or fields
-        error = fields["error"] or body.get("error")  # OpenAI's failed requests have it in the body
-        samples = [] if error is not None else body.get("choices") or body.get("outputs") or [body]
+        body, error, samples = _answers(fields)
         answer = "text" if "response" in fields else answer
         values = {
             "fields": fields,
@@ -368,6 +382,19 @@ class WrittenRow(msgspec.Struct, frozen=True):
             "samples": [Sample.values_of(sample, answer) for sample in samples],
         }
         return msgspec.convert(values, cls)
+
+
+def _answers(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, list[dict[str, Any]]]:
+    """What the row has of usage and answers, its error, and each answer."""
+    body = (fields.get("response") or {}).get("body") or fields
+    error = fields["error"] or body.get("error")  # OpenAI's failed requests have it in the body
+    answers = fields.get("outputs") or [fields] if body is fields else body.get("choices") or []
+    return body, error, [] if error is not None else answers
+
+
+def reasons_of(fields: dict[str, Any]) -> list[str]:
+    """Why each answer of a row ended. Raises: one of NOT_A_ROW."""
+    return [str(each["finish_reason"]) for each in _answers(fields)[2]]
 
 
 class RowStatus(msgspec.Struct, frozen=True, gc=False):

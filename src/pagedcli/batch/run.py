@@ -7,6 +7,7 @@ waiting requests is sorted, so that those with a common prefix hit the prefix ca
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
 from operator import itemgetter
 from typing import Generic, Literal, TypeVar
 
@@ -70,7 +71,7 @@ READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22
 LEAST_TOKENS = 128  # tokens; a shorter prompt counts as this many: its other objects take as much memory
 _MOST_WAITING = 10_000  # rows in memory that wait for the answers of an equal one
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
-Outcome = Literal["complete", "interrupted", "too_many_errors"]
+Outcome = Literal["complete", "interrupted", "too_many_errors", "out_of_time"]
 
 
 @dataclass(slots=True)
@@ -120,9 +121,9 @@ class BatchRun:
     Lines of a live source may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if
     known. `read`: the rows of the input up to the limit, if they have been read before. `known`: rows whose equals
     need not be computed.
-    `observe` is called with the counters after each step, `observe_row` with each row that was
-    computed and its answers. `stop_requested` is called before each step, and True ends the run once the
-    rows so far are written.
+    `observe` is called with the counters after each step, `observe_row` with each row that was computed and its
+    answers. `stop_requested` is called before each step, and True ends the run once the rows so far are written.
+    `start_ns`: when the command began, on the engine's clock; None: now.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class BatchRun:
         observe: Callable[[BatchStats], None] | None = None,
         observe_row: Callable[[BatchRow, list[RowPrompt]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        start_ns: int | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -170,8 +172,10 @@ class BatchRun:
         self._same: dict[bytes, list[BatchRow]] = {}  # key of a row in work -> rows that wait for its answers
         self._num_waiting = 0  # of these
         self._num_started = 0  # rows
-        self._exhausted = False  # whether the input has ended
-        self.stats = BatchStats(num_rows=num_rows, facts=engine.stats)
+        self._exhausted = False  # whether the input has ended, and no row of it was taken back
+        most_s, start_ns = options.run.max_time, engine.clock_ns() if start_ns is None else start_ns
+        self._end_ns = inf if most_s is None else start_ns + most_s * 1e9
+        self.stats = BatchStats(num_rows=num_rows, facts=engine.stats, ended=rows.ended)
 
     def run(self) -> BatchResult:
         """Serve every line. Finishes the sink if the run is complete, and abandons it if the run stops early."""
@@ -194,14 +198,23 @@ class BatchRun:
         if (journal := self._sink.journal) is not None:
             self.stats.num_resumed, self.stats.num_resumed_failed = journal.num_rows, journal.num_failed_rows
             self.stats.name_failed(journal.failures)
+            self.stats.ended.reasons.update(journal.reasons)
+            if not self._options.config.sampling.ignore_eos:
+                self.stats.ended.cut_at[None] += journal.reasons["length"]
         while not self._stop_requested():
-            self._pull()
+            is_late = engine.clock_ns() >= self._end_ns
+            if is_late:
+                self._take_back()
+            else:
+                self._pull()
             self._sink.flush()  # rows of the last step are written before the next one ends
             if max_errors is not None and self.stats.num_failed >= max_errors:
                 return "too_many_errors"
             if not engine.has_unfinished_requests():
                 if self._exhausted and not self._window:
                     return "complete"
+                if is_late:
+                    return "complete" if self.stats.num_finished == self.stats.num_rows else "out_of_time"
                 continue
             for output in engine.step():
                 self._take_output(output)
@@ -234,6 +247,16 @@ class BatchRun:
             self._take(row)
         if self._window is not None:
             self._start_waiting(self._window, partial=self._exhausted or waits or self._is_held_up)
+
+    def _take_back(self) -> None:
+        """Take back the rows of which nothing has been computed."""
+        rows = [row for row, _ in self._in_work.values()]
+        begun = {row.line.index for row in rows if any(each.output is not None for each in row.prompts)}
+        begun |= {row.line.index for name, (row, _) in self._in_work.items() if self._engine.has_begun(name)}
+        for name in [name for name, (row, _) in self._in_work.items() if row.line.index not in begun]:
+            self._finish(name)
+            self._engine.abort(name)
+            self._exhausted = False
 
     @property
     def _is_held_up(self) -> bool:

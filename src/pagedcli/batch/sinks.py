@@ -22,8 +22,6 @@ from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
 from pagedcli.printable import plural
 
-_MAX_HELD_ROWS = 10_000  # finished rows waiting in memory for an earlier one
-
 
 class Sink(ABC):
     """Takes rows in completion order."""
@@ -59,8 +57,11 @@ class Sink(ABC):
 class StreamSink(Sink):
     """Writes rows to a pipe or terminal as soon as their order allows. Cannot be resumed."""
 
-    def __init__(self, stream: BinaryIO, *, order: Order, step: int = 1, first_index: int = 0) -> None:
+    def __init__(
+        self, stream: BinaryIO, *, order: Order, step: int = 1, first_index: int = 0, most_held: int = 10_000
+    ) -> None:
         self._stream = stream
+        self._most_held = most_held  # finished rows that wait in memory for an earlier one
         self._order = order
         self._step = step
         self._next_index = first_index
@@ -68,7 +69,7 @@ class StreamSink(Sink):
 
     @property
     def full(self) -> bool:
-        return len(self._held) >= _MAX_HELD_ROWS
+        return len(self._held) >= self._most_held
 
     def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         if self._order == "completion":

@@ -51,6 +51,20 @@ class LogHistogram:
 
 
 @dataclass(slots=True)
+class Endings:
+    """How the answers in the rows ended."""
+
+    reasons: Counter[str] = field(default_factory=Counter)  # answers by finish reason, those of a journal included
+    # of those that were cut off and could have stopped by themselves, by max_tokens; None: not known, or max_model_len
+    cut_at: Counter[int | None] = field(default_factory=Counter)
+    tool_rows: Counter[bool] = field(default_factory=Counter)  # rows with tools, by whether they have a call
+
+    def add(self, other: "Endings") -> None:
+        for each in fields(self):
+            getattr(self, each.name).update(getattr(other, each.name))
+
+
+@dataclass(slots=True)
 class BatchStats:
     """The progress of a run: rows, and what its engine counts. Rows of a resumed journal are counted separately."""
 
@@ -73,6 +87,7 @@ class BatchStats:
     tpot: LogHistogram = field(default_factory=LogHistogram)  # seconds
     duration: LogHistogram = field(default_factory=LogHistogram)  # seconds, until its last token
     facts: RunFacts = field(default_factory=RunFacts)  # the engine's counters
+    ended: Endings = field(default_factory=Endings)
 
     def fail(self, line_number: int, error: RequestError) -> None:
         """Count a failed row."""
@@ -119,6 +134,7 @@ def total(all_stats: Iterable[BatchStats]) -> BatchStats:
         for name in ("ttft", "queued", "tpot", "duration"):
             getattr(result, name).add_all(getattr(stats, name))
         result.facts.add(stats.facts, same_pool=False)
+        result.ended.add(stats.ended)
     return result
 
 

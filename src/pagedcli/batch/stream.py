@@ -101,7 +101,7 @@ class RowStream(Sink):
 
     def _serve(self) -> None:
         try:
-            self._run.run()
+            self.is_stopped |= self._run.run().outcome != "complete"
             error: BaseException = PagedcliError("the run was stopped")
         except BaseException as raised:
             error = raised

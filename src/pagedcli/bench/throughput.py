@@ -1,5 +1,4 @@
-"""Runs a workload through the engine and times it, generation only: all requests at once, or one with and without a KV
-cache."""
+"""Runs a workload through the engine and times it, generation only: all requests at once."""
 
 import copy
 import statistics
@@ -275,46 +274,3 @@ def _floor_s(result: Throughput, workload: BenchWorkload, machine: MachineRates)
     decision = result.engine.decision
     kv_dtype = decision.plan.kv_dtype
     return workload_floor(decision.own, decision.footprint, workload, machine.limits, kv_dtype=kv_dtype).total_s
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEffectRow:
-    """Generation of one request, with or without the cache."""
-
-    way: Annotated[str, "KV cache"]
-    ttft_s: float
-    tpot_s: float  # mean of the later tokens
-    last_tpot_s: float  # the last token alone
-    total_s: Annotated[float, "total s"]
-    tokens_computed: int  # tokens computed by the model
-    ttft_ms: Annotated[float, "TTFT ms"]
-    tpot_ms: Annotated[float, "TPOT ms"]
-    last_tpot_ms: Annotated[float, "last token ms"]
-
-
-def compare_cache(engine: "runner.LLMEngine", prompt: list[int], num_tokens: int) -> tuple[list[CacheEffectRow], bool]:
-    """Two rows, with and without the cache, and whether both gave the same tokens. Prefix caching must be off.
-
-    Units: num_tokens to generate, at least 2.
-    """
-    assert not engine.config.enable_prefix_caching, "prefix caching would defeat the comparison"
-    later = num_tokens - 1
-    first_s, whole = measure(engine, [prompt], [1]).wall_s, measure(engine, [prompt], [num_tokens])
-    each_s = (whole.wall_s - first_s) / later
-    text, times = list(prompt), list[float]()
-    for _ in range(num_tokens):
-        run = measure(engine, [text], [1])
-        times.append(run.wall_s)
-        text += run.token_ids[0]
-    num_computed = sum(len(prompt) + i for i in range(num_tokens))
-    rows = [
-        _cache_row("with", first_s, each_s, each_s, whole.wall_s, len(prompt) + later),
-        _cache_row("without", times[0], sum(times[1:]) / later, times[-1], sum(times), num_computed),
-    ]
-    return rows, text[len(prompt) :] == whole.token_ids[0]
-
-
-def _cache_row(
-    way: str, ttft_s: float, tpot_s: float, last_s: float, total_s: float, num_computed: int
-) -> CacheEffectRow:
-    return CacheEffectRow(way, ttft_s, tpot_s, last_s, total_s, num_computed, ttft_s * 1e3, tpot_s * 1e3, last_s * 1e3)

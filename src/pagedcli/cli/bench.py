@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
 
 from pagedcli import runner
+from pagedcli.batch.columns import Columns
+from pagedcli.batch.prompts import batch_options, open_source
+from pagedcli.bench.cache_effect import MOST_PASSES, MOST_S, CacheRow, compare_cache, said_of
+from pagedcli.bench.reservation import PUBLISHED, SOURCE, ReservationRow, compare_caches
+from pagedcli.bench.reservation import said_of as said_of_caches
 from pagedcli.bench.spread import FigureChange, compared_rows, read_earlier
 from pagedcli.bench.throughput import (
-    CacheEffectRow,
     Run,
     Throughput,
     WorkloadRow,
     bench_notes,
-    compare_cache,
     generate,
     headline,
     run_workload,
@@ -26,10 +30,12 @@ from pagedcli.bench.throughput import (
     workload_config,
 )
 from pagedcli.bench.workloads import PRESETS, BenchWorkload, preset_workload, random_draw
-from pagedcli.cli.options import MEASURED_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import MEASURED_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import LoadedConfig, load_config
-from pagedcli.errors import UsageError
+from pagedcli.core.budget import blocks_for
+from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.printable import duration_text, plural
+from pagedcli.show.curve import curve_lines
 from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import ProgressLine, say
 
@@ -68,6 +74,10 @@ InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting th
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
 _REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES}, within a minute."
+_PASSES_HELP = f"Number of passes over all lengths. Default: up to {MOST_PASSES}, within {MOST_S:.0f} s."
+_MODEL_LENGTHS = 4  # that the pool of `bench reservation` has room for, by default
+_NOT_COMPARED = {"engine.speculation", "engine.enable_prefix_caching", "engine.eviction", "engine.checkpoints"}
+_NOT_COMPARED |= {"engine.num_state_slots", "engine.preemption_policy"}
 _COMPARE_HELP = "Compare with an earlier measurement, saved with --format json."
 
 
@@ -100,15 +110,15 @@ def throughput(
 
     \b
     Examples:
-      pagedcli bench --preset W1
       pagedcli bench --preset W1 --preset W5 --format json > before.json
       pagedcli bench --preset W1 --preset W5 --compare before.json
       pagedcli bench --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
-      pagedcli bench --num-prompts 1 --output-len 64
       pagedcli bench -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
+      pagedcli bench cache                         (one request with and without a KV cache)
+      pagedcli bench reservation prompts.jsonl     (a cache that reserves, and one with pages)
 
     Exit codes: 0 measured, 2 wrong usage.
-    """
+    """  # fmt: skip
     if context.invoked_subcommand is not None:
         return
 
@@ -138,37 +148,113 @@ def throughput(
 @config_flags(*MEASURED_KEYS)
 def cache(
     *,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 32,
+    lengths: Annotated[
+        str, _workload(help="Lengths of the text with the generated tokens, in tokens.", metavar="N,N")
+    ] = "128,512,2048",
+    output_len: Annotated[int, _workload(help="Tokens to generate at the end of each text.", min=2)] = 32,
+    repeat: Annotated[int | None, option(help=_PASSES_HELP, min=1, metavar="N")] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Compare one request with and without a KV cache (recomputing the whole text for every token).
+    """Time one request with and without a KV cache.
+
+    Without a cache every token is computed from the whole text before it, in a real run; next to its time stands what
+    the formula says: the operations of that, at the rate at which the prompt was computed. +- is the standard deviation
+    of the passes.
 
     \b
     Examples:
       pagedcli bench cache
-      pagedcli bench cache --input-len 1024 --output-len 16
+      pagedcli bench cache -m ./Qwen3-0.6B --lengths 128,512 --repeat 2
+      pagedcli bench cache --lengths 2000 --output-len 1000 --repeat 1
 
     Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
-    if output_len < 2:
-        raise UsageError(f"--output-len is {output_len}, but TPOT needs at least 2")
+    try:
+        each = sorted({int(length) for length in lengths.split(",")})
+    except ValueError:
+        raise UsageError(f"--lengths is {lengths!r}", hint="numbers of tokens, for example 128,512,2048") from None
+    if each[0] <= output_len:
+        raise UsageError(f"--lengths: {each[0]} tokens are no more than the {output_len} of --output-len")
     loaded = load_config(config, flags)
-    workload = random_draw(1, input_len, output_len, seed=loaded.config.engine.seed).workload("random")
-    changed = workload_config(loaded, workload)
-    with runner.LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False)) as engine:
-        generate(engine, workload.prompts, [2])  # warm-up
-        rows, same = compare_cache(engine, workload.prompts[0], output_len)
-    ratio = rows[1].total_s / rows[0].total_s
-    said = f"{ratio:.1f} times as fast with the cache: {plural(input_len, 'token')} in, {output_len} out."
-    columns = "way ttft_ms tpot_ms last_tpot_ms total_s tokens_computed"
-    shown = table(CacheEffectRow, "cache", "With and without a KV cache", rows, columns)
-    print_tables([shown], format_, facts={"same_tokens": same}, story=[said])
+    engine_config = loaded.config.engine
+    [longest] = random_draw(1, each[-1] - output_len, output_len, seed=engine_config.seed).workload("cache").prompts
+    length = engine_config.max_model_len or each[-1]
+    changed = msgspec.structs.replace(engine_config, enable_prefix_caching=False, max_num_seqs=1, max_model_len=length)
+    progress = BenchProgress("with and without a KV cache")
+    with runner.LLMEngine(changed) as engine:
+        prompts = [longest[: length - output_len] for length in each]
+        generate(engine, prompts[:1], [2])  # warm-up
+        rows, same = compare_cache(engine, prompts, output_len, repeat=repeat, on_progress=progress)
+    progress.close()
+    tables = [table(CacheRow, "cache", "With and without a KV cache", rows)]
+    if len(each) > 1 and format_ is Format.TABLE:
+        title = "Time per token by length of the text: # with, at least one line high, and : without a KV cache"
+        tables.append(table(CacheRow, "curve", title, [], notes=_curve(rows)))
+    print_tables(tables, format_, facts={"same_tokens": same}, story=[said_of(rows, output_len)])
     if not same:
         say("the tokens differ with and without the cache")
         raise typer.Exit(1)
+
+
+def _curve(rows: Sequence[CacheRow]) -> list[str]:
+    """The time per token in characters, with straight lines between the measured lengths."""
+    lengths, least = [row.length for row in rows[::2]], 0.1 * max(row.tpot_ms for row in rows)
+
+    def tpot_ms(place: int) -> Callable[[float], float]:
+        return partial(np.interp, xp=lengths, fp=[max(least, row.tpot_ms) for row in rows[place::2]])
+
+    curves = {":": tpot_ms(1), "#": tpot_ms(0)}
+    return curve_lines(curves, lengths[0], lengths[-1], unit="ms", label=lambda length: f"{length:,.0f} tokens")
+
+
+@bench.command()
+@config_flags(*(key for key in MEASURED_KEYS if key not in _NOT_COMPARED), *PROMPT_KEYS)
+def reservation(
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz); - reads stdin.")],
+    *,
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    flags: Flags,
+) -> None:
+    """Compare a KV cache that reserves with a paged one on a file of prompts.
+
+    Reserving gives each request its maximum length in advance, as one contiguous piece of the same pool: the model's
+    length, or its prompt and max_tokens. Waste is reserved (for tokens that come later), internal (for tokens that
+    never come) and external (free, but in no piece that is large enough). The pool has room for four requests of the
+    model's length, unless its size is given.
+
+    \b
+    Examples:
+      pagedcli bench reservation prompts.jsonl
+      pagedcli bench reservation prompts.jsonl --num-kvcache-blocks 200 --max-model-len 1024 --limit 100
+
+    Exit codes: 0 success, 2 wrong usage or configuration, 3 some lines are bad.
+    """
+    loaded = load_config(config, flags)
+    progress = BenchProgress("reserved and paged")
+    with runner.LLMEngine(loaded.config.engine) as engine:
+        limits, num_blocks = engine.limits, engine.plan.num_blocks
+        if limits.has_states or limits.tables.num_groups > 1:
+            raise UsageError("a piece of the cache holds all layers alike, and those of this model differ")
+        if not {"engine.num_kvcache_blocks", "engine.kv_cache_memory"} & set(loaded.sources):
+            num_blocks = min(num_blocks, _MODEL_LENGTHS * blocks_for(limits.max_model_len, limits.block_size))
+        options = batch_options(loaded, Columns.of(loaded.config.run))
+        generate(engine, [[0]], [2])  # warm-up
+        lines = list(open_source(prompts, options.columns))
+        rows, stats = compare_caches(engine, num_blocks, lines, options, on_progress=progress)
+    progress.close()
+    pool = f"{plural(num_blocks, 'block')} of {plural(limits.block_size, 'token')}"
+    failed = [
+        f"{plural(stats.num_failed, 'row')} left out; line {number}: {why}" for number, why in stats.first_failed[:1]
+    ]
+    title = f"{plural(stats.num_done - stats.num_failed, 'row')} in {pool}"
+    shown = table(ReservationRow, "caches", title, rows, notes=[*failed, SOURCE])
+    facts = {"num_blocks": num_blocks, "published_tokens": PUBLISHED, "num_failed": stats.num_failed}
+    print_tables([shown], format_, facts=facts, story=[said_of_caches(rows)])
+    if stats.num_failed:
+        raise typer.Exit(EXIT_BAD_ROWS)
 
 
 _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roughly

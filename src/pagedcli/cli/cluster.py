@@ -65,6 +65,8 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
         say(f"starting {plural(pool.num_workers, 'worker')} with {each} each")
         with ray_job.cluster(address, pool):
             outcome = _work(ray_job.RayRun(output.resolve(), job.loaded, missing, pool), progress, counter)
+    if outcome == "complete" and folder.missing():
+        outcome = "out_of_time"
     if outcome == "complete":
         folder.remove_work()
         progress.count_parts(folder)

@@ -15,18 +15,24 @@ from pagedcli.cli.recording import capture_page, is_recording, print_capture
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file, writing
 from pagedcli.kvevents.capture import is_capture
+from pagedcli.printable import percent_text, plural
 from pagedcli.show.report import render_report
-from pagedcli.show.tables import Format, size
+from pagedcli.show.tables import Format, size, table
 from pagedcli.show.terminal import say, say_notes
 from pagedcli.show.why_tables import lookups_table, reasons_tables, short_tables
 from pagedcli.simulation.sources import RecordedRequests
 from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import Lookup, explain_trace
 from pagedcli.views.names import NamedRequest, find_request
+from pagedcli.views.whole_run import CostRow, WholeRun, costs
 
 _REQUEST_HELP = "Show only the lookups of this request, by its id or row index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Show the history of block N instead: who held it, and what it contained."
+_COSTLIEST_HELP = (
+    "List the N requests that took most computed tokens instead, with what was found and what was repeated."
+)
 _PAGE_HELP = "Write an HTML page instead; --request opens that request in it."
 _ALL_HELP = "Show every table in full, also the outcomes of all tokens and lookups, snapshots and salts."
 _FORMAT_HELP = "Output format. csv has one table: the totals; with --lookups or --request, the lookups."
@@ -37,6 +43,7 @@ def explain(
     *,
     request: Annotated[str | None, option(metavar="ID", help=_REQUEST_HELP)] = None,
     block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None,
+    costliest: Annotated[int | None, option(metavar="N", min=1, help=_COSTLIEST_HELP)] = None,
     lookups: Annotated[
         bool, option("--lookups", help="List every lookup, not only those that lost the most tokens.")
     ] = False,
@@ -59,20 +66,25 @@ def explain(
       pagedcli explain run.jsonl
       pagedcli explain run.jsonl --request code-Mirano
       pagedcli explain run.jsonl --block 37                (pagedcli trace run.jsonl --block 37 --step 100: at one step)
+      pagedcli explain run.jsonl --costliest 10
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
       pagedcli explain run.jsonl -o run.html
     """  # fmt: skip
     if output_file is not None:
-        if block is not None or lookups or all_ or format_ is not Format.TABLE:
+        if block is not None or costliest is not None or lookups or all_ or format_ is not Format.TABLE:
             raise UsageError("-o writes the whole page: only --request and --tokenizer can be combined with it")
         _write_page(trace, output_file, request, tokenizer, overwrite=overwrite)
         return
-    if is_recording(trace, request=request, lookups=lookups, block=block, all=all_):
+    if is_recording(trace, request=request, lookups=lookups, block=block, costliest=costliest, all=all_):
         print_capture(trace, tokenizer, format_, in_full=True)
         return
+    is_combined = request is not None or lookups or all_ or None not in (block, costliest)
+    if is_combined and (block, costliest) != (None, None):
+        raise UsageError("--block and --costliest cannot be combined with --request, --lookups, --all or each other")
+    if costliest is not None:
+        _print_costliest(trace, costliest, format_)
+        return
     if block is not None:
-        if request is not None or lookups or all_:
-            raise UsageError("--block cannot be combined with --request, --lookups or --all")
         print_block(trace, block, None, tokenizer, format_)
         return
     _print_lookups(trace, request, tokenizer, format_, lookups=lookups, in_full=all_)
@@ -104,6 +116,21 @@ def _print_lookups(
     if format_ is Format.CSV:  # one table per file
         tables = [each for each in tables if each.key == ("totals" if is_run else "lookups")]
     print_answer(answer, cures, tables, format_, _facts(reasons, state))
+
+
+def _print_costliest(trace: Path, number: int, format_: Format) -> None:
+    """Print the requests that took most computed tokens."""
+    reader, run = TraceReader(trace), WholeRun()
+    run.finish(fold(reader, run))
+    say_notes(reader.notes)
+    found = costs(run.requests)
+    num_computed, shown = sum(row.num_computed for row in found), found[:number]
+    answer = (
+        f"The {plural(len(shown), 'costliest request')} of {len(found):,} took"
+        f" {percent_text(sum(row.share for row in shown))} of {plural(num_computed, 'computed token')}."
+    )
+    listed = table(CostRow, "costliest", "Requests by computed tokens", shown)
+    print_answer([answer], [], [listed], format_, {"num_computed_tokens": num_computed})
 
 
 def _lookups_of(named: NamedRequest, reasons: Reasons, trace: Path) -> list[Lookup]:

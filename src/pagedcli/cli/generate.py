@@ -37,9 +37,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
 
     \b
     Examples:
-      pagedcli generate "Once upon a time"
       pagedcli generate prompts.jsonl -o out.jsonl
-      pagedcli generate prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
+      pagedcli generate "Once upon a time" -m Qwen/Qwen3-0.6B --max-tokens 64
       cat prompts.jsonl | pagedcli generate - | jq -r .text
       pagedcli generate prompts.jsonl -o out.jsonl --resume     (after Ctrl-C)
       pagedcli generate data.jsonl --field question --id-field qid --keep label -o out.jsonl

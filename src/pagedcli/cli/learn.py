@@ -1,7 +1,7 @@
 """`pagedcli learn`: how a paged KV cache works, in lessons that run and check themselves.
 
 A lesson is a file in assets/lessons: what to predict, where the trace has the answer, and what the text claims of it;
-then the text, with a file of prompts and a command. NAME.zh.md has the text in Chinese.
+then the text, with its files and commands. NAME.zh.md has the text in Chinese.
 `sequences[step=0, row_id=mia].num_blocks` names a value of a trace: a table, conditions that select rows with one and
 the same value, and a column of --dump-kv, or of `explained` lookups.
 """
@@ -41,8 +41,8 @@ from pagedcli.views.step_choice import StepChoice
 from pagedcli.views.step_rows import FileRow, StepRows, file_columns
 
 _PART = re.compile(r"---\n(.*?)---\n\n(.*?)\n(?:## Run\n\n(.*?)\n)?## Answer\n\n(.*)", re.DOTALL)
-_FILE = re.compile(r"<!-- file: (\S+) -->\n```json\n(.*?)```", re.DOTALL)
-_COMMAND = re.compile(r"\$ pagedcli ([^\n]+)")
+_FILE = re.compile(r"<!-- file: (\S+) -->\n```(?:json|python)\n(.*?)```", re.DOTALL)
+_COMMAND = re.compile(r"\$ (pagedcli|python) ([^\n]+)")
 _VALUE = re.compile(r"(\w+)\[(.*?)\]\.(\w+)")
 _TRACE = "run.jsonl"
 _LESSON_HELP = "Number of the lesson. Default: all, one after the other."
@@ -172,26 +172,31 @@ class LessonFacts:
         return values.pop()
 
 
-def run_lesson(lesson: Lesson, folder: Path) -> Path:
-    """Write the prompts of a lesson into a folder and run its commands there. Returns the trace.
+def run_lesson(lesson: Lesson, folder: Path) -> tuple[Path, str]:
+    """Write the files of a lesson into a folder and run its commands there. Returns the trace, and what the other
+    commands print than the one that records it.
 
     Raises: PagedcliError if a command fails.
     """
+    printed = ""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in _FILE.findall(lesson.run):
         (folder / name).write_text(content, encoding="utf-8")
-    for command in _COMMAND.findall(lesson.run):
-        arguments = [sys.executable, "-P", "-m", "pagedcli", *shlex.split(command), "--overwrite"]
+    for program, command in _COMMAND.findall(lesson.run):
+        arguments = [*(["-m", "pagedcli"] if program == "pagedcli" else []), *shlex.split(command)]
+        records = "--record" in arguments
+        arguments = [sys.executable, "-P", *arguments, *(["--overwrite"] if records else [])]
         result = subprocess.run(
             arguments, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", check=False
         )
         if result.returncode:
-            raise PagedcliError(f"pagedcli {command}: {result.stderr.strip()}", hint=f"the files are in {folder}")
-    return folder / _TRACE
+            raise PagedcliError(f"{program} {command}: {result.stderr.strip()}", hint=f"the files are in {folder}")
+        printed += "" if records else result.stdout
+    return folder / _TRACE, printed
 
 
 def learn(
-    lesson: Annotated[int | None, typer.Argument(metavar="N", min=1, help=_LESSON_HELP)] = None,
+    lesson: Annotated[int | None, typer.Argument(metavar="N", min=0, help=_LESSON_HELP)] = None,
     *,
     picture: Annotated[
         Path | None, option("--picture", metavar="FILE", help="Also draw the picture of lesson N, as .svg or .png.")
@@ -202,7 +207,7 @@ def learn(
     ] = None,
     lang: Annotated[Language, option("--lang", help="Language of the lessons. Default: en.")] = "en",
 ) -> None:
-    """Learn how a paged KV cache works, in eight lessons on the built-in model.
+    """Learn how a paged KV cache works, in eleven lessons on the built-in model.
 
     Each lesson asks a question. Type your prediction; then the lesson runs, shows the block pool, and checks your
     prediction against the trace. In a pipe it asks nothing and prints question, run and answer as Markdown.
@@ -216,15 +221,15 @@ def learn(
       pagedcli learn 4 --keep lessons     (then: pagedcli trace lessons/4-eviction/run.jsonl)
     """  # fmt: skip
     known = lessons(lang)
-    if lesson is not None and lesson > len(known):
-        raise UsageError(f"there is no lesson {lesson}", hint=f"lessons are 1 to {len(known)}")
+    if lesson is not None and lesson >= len(known):
+        raise UsageError(f"there is no lesson {lesson}", hint=f"lessons are 0 to {len(known) - 1}")
     if picture is not None and lesson is None:
         raise UsageError(
             "--picture needs the number of a lesson", hint="for example pagedcli learn 3 --picture copy.svg"
         )
     drawing = PictureOptions.of_flags(picture)
     check_files({}, {"--picture": picture}, overwrite=False)
-    chosen = known if lesson is None else [known[lesson - 1]]
+    chosen = known if lesson is None else [known[lesson]]
     teacher = _Teacher(asks=is_interactive())
     with _folder(keep) as folder:
         for place, each in enumerate(chosen):
@@ -260,7 +265,9 @@ class _Teacher:
         if predicted == "q":
             return None
         self._show(lesson.run)
-        trace = run_lesson(lesson, folder)
+        trace, printed = run_lesson(lesson, folder)
+        if printed:
+            self._show(f"```text\n{printed}```\n")
         replay = Replay(TraceReader(trace))
         stop = replay.stop_of_step(lesson.step)
         assert stop is not None, "a test runs each lesson"

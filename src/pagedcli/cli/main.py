@@ -45,7 +45,7 @@ COMMANDS = {
     "doctor": ("This machine", "Check what this machine supports, and test it."),
     "bench": ("This machine", "Measure speed and compare it with the machine's limits."),
     "store": ("This machine", "Manage the prefix cache on disk (--prefix-store)."),
-    "learn": ("Learn", "Learn how a paged KV cache works, in eight lessons."),
+    "learn": ("Learn", "Learn how a paged KV cache works, in eleven lessons."),
 }
 # old names of commands, for one version -> what stands for them
 RENAMED = {"replay": ("trace",), "report": ("explain", "-o", "report.html")}
@@ -189,7 +189,7 @@ class _Command(TyperCommand):
         """Section -> its flags, of a command with many; the name is the last word of the panel's title."""
         sections: dict[str, list[Any]] = {}
         for flag in self.get_params(ctx):
-            if (panel := getattr(flag, "rich_help_panel", None)) is not None:
+            if (panel := getattr(flag, "rich_help_panel", None)) is not None and not getattr(flag, "hidden", False):
                 sections.setdefault(panel.partition(" (")[0].split()[-1].lower(), []).append(flag)
         return sections if sum(map(len, sections.values())) > _MOST_SHOWN else {}
 

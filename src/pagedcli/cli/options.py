@@ -4,6 +4,7 @@ Used by every command that reads a configuration: `@config_flags(*ENGINE_KEYS)` 
 may declare its own flags as the fields of a dataclass, which it then receives.
 """
 
+import copy
 import functools
 import inspect
 import types
@@ -43,7 +44,7 @@ def _flags(section: str) -> dict[str, Any]:
         if not declared.has_flag:
             continue
         long = flag_name(name)
-        is_text = declared.metavar == "BYTES" or declared.reads or declared.removed
+        is_text = declared.metavar in ("BYTES", "TIME") or declared.reads or declared.removed
         taken = str if is_text else _flag_type(type_, declared)
         names = [f"{long}/--no-{long[2:]}" if taken is bool else long]
         if short := _SHORT.get(f"{section}.{name}"):
@@ -104,40 +105,56 @@ ConfigFile = Annotated[
 ]
 
 
-def config_flags(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def config_flags(
+    *keys: str, hidden: Iterable[str] = (), ignored: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the flags of these keys to a command, whose keyword `flags: Flags` receives those that were given.
     Without keys it needs none.
 
-    A parameter that is a dataclass becomes a flag for each of its fields.
+    A parameter that is a dataclass becomes a flag for each of its fields. The flags of `hidden` keys are not in the
+    help, nor are those of `ignored`, another command's dataclass: of these, `without: list[str]` receives the names.
     """
-    names = {key: key.replace(".", "__") for key in keys}
+    names = {key: key.replace(".", "__") for key in dict.fromkeys((*keys, *hidden))}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command)
         groups: dict[str, Any] = {}
-        parameters = []
+        parameters: list[inspect.Parameter] = []
         for name, parameter in signature.parameters.items():
             if is_dataclass(parameter.annotation):
                 groups[name] = parameter.annotation
                 parameters += _parameters(parameter.annotation)
-            elif name != "flags":
+            elif name not in ("flags", "without"):
                 parameters.append(parameter)
-        parameters += [_parameter(name, FLAGS[key], None) for key, name in names.items()]
+        known = {parameter.name for parameter in parameters}
+        others = [each for each in _parameters(ignored) if each.name not in known] if ignored else []
+        parameters += [_parameter(names[key], FLAGS[key], None) for key in keys]
+        of_hidden = [_parameter(name, FLAGS[key], None) for key, name in names.items() if key not in keys]
+        parameters += map(_hidden, [*of_hidden, *others])
 
         @functools.wraps(command)
         def with_flags(*args: Any, **values: Any) -> Any:
             given = {key: values.pop(name, None) for key, name in names.items()}
             # typer gives an empty list for a repeatable flag that is absent
             flags = {key: value for key, value in given.items() if value is not None and value != []}
+            unused = [flag_name(each.name) for each in others if values.pop(each.name) != each.default]
             for name, group in groups.items():
                 values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
-            return command(*args, **({"flags": flags} if keys else {}), **values)
+            named = {"flags": flags, "without": unused}
+            return command(*args, **{name: named[name] for name in named.keys() & signature.parameters}, **values)
 
         with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return with_flags
 
     return decorate
+
+
+def _hidden(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The same flag, but not in the help."""
+    type_, declaration = parameter.annotation.__origin__, copy.copy(parameter.annotation.__metadata__[0])
+    declaration.hidden = True
+    return parameter.replace(annotation=Annotated[type_, declaration])
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:

@@ -21,15 +21,27 @@ from pagedcli.batch.line_sample import LineSample, sample_lines
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import open_source
 from pagedcli.cli.cures import find_cures, or_note, print_answer
-from pagedcli.cli.options import PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
+from pagedcli.cli.options import (
+    ENGINE_KEYS,
+    PLAN_KEYS,
+    PROMPT_KEYS,
+    RUN_KEYS,
+    SAMPLING_KEYS,
+    ConfigFile,
+    Flags,
+    FormatOption,
+    config_flags,
+    option,
+)
 from pagedcli.cli.plan_tune import tuned_settings
+from pagedcli.cli.run_flags import GenerateOptions
 from pagedcli.cli.summary import say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
 from pagedcli.planning.prompt_sample import MOST_TOKENS_OF_ALL, PromptSample
 from pagedcli.planning.prompt_survey import UNIT
-from pagedcli.printable import capitalized, percent_text, plural, refused_text
+from pagedcli.printable import capitalized, duration_text, percent_text, plural, refused_text
 from pagedcli.process import old_objects_left_alone
 from pagedcli.show.plan_tables import engine_table, file_table, forecast_row, full_tables, run_tables, survey_facts
 from pagedcli.show.simulation_tables import curve_table
@@ -47,6 +59,7 @@ _ALL_HELP = (
     "Show every table, and look for where prompts diverge in all rows, up to 67 million prompt tokens, instead of in"
     " 20,000. Takes about 0.05 GiB of memory per million tokens."
 )
+_CHANGE_THE_RUN = ("--resume", "--shard", "--ray", "--ray-address")  # what a plan knows nothing of
 _SEVERAL_SAMPLES = "rows with several samples: near, not exact, as samples that draw the same tokens share blocks"
 _LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
 
@@ -79,14 +92,20 @@ class PlanOptions:
         return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
-@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder")
-def plan(options: PlanOptions, *, flags: Flags) -> None:
+@config_flags(
+    *(*PLAN_KEYS, *PROMPT_KEYS, "sampling.n", "run.output_field", "run.keep", "run.reorder", "run.max_time"),
+    hidden=(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS),
+    ignored=GenerateOptions,
+)
+def plan(options: PlanOptions, *, flags: Flags, without: list[str]) -> None:
     """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
     Begins with the expected time and the share of tokens from the cache. Then come changes that are sure to help: to
     prompts that diverge although the rest of them is equal, and to settings. Then the file in a few lines; with --all
     also the expected run, prompt lengths, shared prefixes with their lines and text, waste at block sizes from 8 to
     256, how much this machine can hold, and which kernels it would use.
+
+    It takes all flags of generate; those without effect on the forecast are not listed.
 
     The first plan of a model on a machine loads the model and times steps for about ten seconds; later plans reuse
     these times. Only --tune tries settings that change the time of a step.
@@ -105,7 +124,12 @@ def plan(options: PlanOptions, *, flags: Flags) -> None:
         raise UsageError("--expected-output and --outputs both set the output lengths", hint="use one of them")
     if options.tune and options.no_calibrate:
         raise UsageError("--tune times steps", hint="leave out --no-calibrate")
-    raise typer.Exit(run_plan(load_config(options.config, flags), options))
+    loaded = load_config(options.config, flags)
+    missing = [each for each in without if each in _CHANGE_THE_RUN]
+    missing += ["--prefix-store"] if loaded.config.engine.prefix_store is not None else []
+    if missing:
+        say(f"note: this is the plan of a run without {', '.join(missing)}")
+    raise typer.Exit(run_plan(loaded, options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +185,11 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     engine = file.refusal if file.decision is None else file.decision.expected_plan
     if engine is not None and (options.all_ or not is_table or file.decision is None):
         tables.append(engine_table("Engine settings on this machine", engine))
-    print_answer(_answer(file, run), cures, tables, options.format_, facts)
+    print_answer(_answer(file, run, loaded.config.run.max_time), cures, tables, options.format_, facts)
     return code
 
 
-def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
+def _answer(file: _File, run: "_ExpectedRun | None", max_time: float | None) -> list[str]:
     """How long the file takes, and how much of it comes from the cache; and how many rows a run would refuse."""
     scan, survey = file.scan, file.scan.plan
     of_all = f"{scan.num_valid:,} of " if scan.num_bad else ""
@@ -187,6 +211,8 @@ def _answer(file: _File, run: "_ExpectedRun | None") -> list[str]:
         first = scan.bad_rows[0]
         refused = [refused_text(scan.num_bad, scan.num_rows, first["line"], first["message"], has_run=False)]
     served = [f"{time}{', '.join(parts)}{why}."] if scan.num_valid or not scan.num_bad else []
+    if max_time is not None and run is not None and run.found.low is not None and run.found.low > max_time:
+        served.append(f"--max-time ends the run after {duration_text(max_time)}, before its last row.")
     return [*served, *refused]
 
 

@@ -119,11 +119,10 @@ def _waterfall_table(fit: Fit) -> Table:
     if fit.measured:
         predicted = "predicted_bytes difference" if fit.forecast is not None else ""
         columns, headers = f"name measured_bytes {predicted} note", {}
-    shape = f"[{', '.join(f'{each:,}' for each in answers.cache_shape(fit))}]"
     notes = [
         f"room for KV = {answers.budget_formula(fit)}",
         f"bytes/block = {answers.block_formula(answers.largest_group(fit), fit.block_size, fit.kv_dtype)}",
-        f"cache tensor = {shape} {fit.kv_dtype}: K and V, layers, blocks, tokens, KV heads, head_dim",
+        *answers.cache_tensors(fit),
     ]
     num_ranks = fit.decision.config.tensor_parallel_size
     title = f"Memory of {fit.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")

@@ -20,7 +20,7 @@ _file, _inspection, _cluster = (
 
 
 ShownFormat = Literal["table", "json", "csv", "md", "yaml"]
-_INPUT_HELP = "JSONL, CSV, TSV or Parquet, or a folder; - is stdin. A text with spaces is one prompt."
+_INPUT_HELP = "JSONL, CSV, TSV, Parquet, a folder, - (stdin), or a text."
 _NAMES_FILE = re.compile(r"/|\.(jsonl?|ndjson|csv|tsv|parquet|txt|gz|zst)$", re.IGNORECASE)
 _REUSE_HELP = "Take over the rows of an earlier output that asked for the same. May be repeated."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."

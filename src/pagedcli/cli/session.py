@@ -59,7 +59,7 @@ def run_job(
     `clock_ns` is the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
-    work = OpenJob(job)
+    work, start_ns = OpenJob(job), clock_ns()
     metrics = MetricsFile(job.metrics, job.loaded.config.engine.model) if job.metrics is not None else None
     say_model(job.loaded.config.engine.model)
     with nothing_to_collect():
@@ -73,7 +73,7 @@ def run_job(
     with _load_engine(job, sink, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns) as engine:
         quiet_terminal = terminal_is_taken or (job.output_file is None and sys.stdout.isatty())
         key, served = engine.decision.time_key, ServedRequests(engine.plan)
-        result = _run(work, engine, sink, metrics, served, stop_requested, quiet_terminal=quiet_terminal)
+        result = _run(work, engine, sink, metrics, served, stop_requested, start_ns, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
         findings = views.whole_run.Findings(engine.stats, None if of_events is None else of_events.losses)
         if metrics is not None:
@@ -114,6 +114,7 @@ def _run(
     metrics: MetricsFile | None,
     served: ServedRequests,
     stop_requested: Callable[[], bool],
+    start_ns: int,
     *,
     quiet_terminal: bool,
 ) -> BatchResult:
@@ -133,6 +134,7 @@ def _run(
             observe=observe,
             observe_row=served.add,
             stop_requested=lambda: stop.requested or stop_requested(),
+            start_ns=start_ns,
         )
         work.job.watch(run.stats)
         try:
@@ -179,7 +181,7 @@ def _rows_differ(work: OpenJob, engine: "runner.LLMEngine") -> bool:
 
 def exit_code(result: BatchResult) -> int:
     if result.outcome != "complete":
-        return EXIT_INTERRUPTED if result.outcome == "interrupted" else EXIT_FATAL
+        return EXIT_FATAL if result.outcome == "too_many_errors" else EXIT_INTERRUPTED
     return EXIT_BAD_ROWS if result.stats.num_failed + result.stats.num_resumed_failed else 0
 
 

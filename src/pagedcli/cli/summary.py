@@ -9,7 +9,7 @@ import msgspec
 from pagedcli import __version__, answers, views
 from pagedcli.batch.requests import without_effect
 from pagedcli.batch.run import BatchResult
-from pagedcli.batch.stats import BatchStats, LogHistogram, figures
+from pagedcli.batch.stats import BatchStats, Endings, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, EngineConfig, LoadedConfig
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import MOST_DRAFTED
@@ -90,6 +90,7 @@ def say_store(facts: StoreFacts, path: str) -> None:
 
 
 _ENDINGS = {"complete": "", "interrupted": "Interrupted after ", "too_many_errors": "Stopped by --max-errors after "}
+_ENDINGS |= {"out_of_time": "Stopped by --max-time after "}
 
 
 def say_summary(result: BatchResult) -> None:
@@ -101,6 +102,7 @@ def say_summary(result: BatchResult) -> None:
     rows += f" ({stats.num_resumed:,} of them from the journal)" if stats.num_resumed else ""
     rows += f" ({stats.num_reused:,} of them from earlier outputs)" if stats.num_reused else ""
     rows += "" if stats.num_finished_failed else ", none failed"
+    rows += "".join(f", {each}" for each in _cut_short(stats.ended))
     if not facts.num_prompt_tokens:
         say_wrapped(f"{rows}.")
         return
@@ -113,6 +115,18 @@ def say_summary(result: BatchResult) -> None:
         tokens = plural(facts.num_recomputed_tokens, "token")
         again = f"{plural(facts.num_preemptions, 'preemption')}, {tokens} recomputed"
     say_wrapped(f"KV cache: at most {facts.peak_used_blocks:,} of {plural(facts.num_blocks, 'block')} in use; {again}.")
+
+
+def _cut_short(ended: Endings) -> list[str]:
+    """How many answers were cut off and how many rows with tools made no call, where it is more than a few."""
+    num_cut, limits, num_tool_rows = ended.cut_at.total(), +ended.cut_at, ended.tool_rows.total()
+    known = sorted(limit for limit in limits if limit is not None)
+    at = f"max_tokens {known[0]:,}" if len(known) == len(limits) == 1 else "max_tokens or max_model_len"
+    at = f"max_tokens ({known[0]:,} to {known[-1]:,})" if len(known) == len(limits) > 1 else at
+    cut = f"{num_cut:,} of {plural(ended.reasons.total(), 'answer')} stopped at {at}"
+    uncalled = f"{ended.tool_rows[False]:,} of {plural(num_tool_rows, 'row')} with tools made no call"
+    found = [(num_cut, ended.reasons.total(), cut), (ended.tool_rows[False], num_tool_rows, uncalled)]
+    return [text for number, of_all, text in found if number > 3 and 100 * number >= of_all]
 
 
 def run_text(seconds: float) -> str:
@@ -172,6 +186,7 @@ def _findings_document(findings: "views.whole_run.Findings") -> dict[str, object
         "longest_shared_prefix_tokens": facts.longest_shared,
         "ideal_hit_rate": facts.num_ideal_tokens / looked_up if looked_up else None,
         "ideal_of_newest_tokens": facts.ideal_of,
+        "admitted_blocks": dict(facts.admitted) or None,
         "lost_tokens": {words: count for count, words in findings.lost()},
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,
@@ -207,6 +222,9 @@ def write_summary(
         "rows_reused": stats.num_reused,
         "error_codes": dict(stats.error_codes),
         "ignored_fields": result.ignored,
+        "finish_reasons": dict(stats.ended.reasons),
+        "tool_rows": stats.ended.tool_rows.total(),
+        "tool_rows_without_call": stats.ended.tool_rows[False],
         **{figure.key: figure.value for figure in figures(stats)},
         **({"guesses": _guesses(stats.facts)} if stats.facts.drafted else {}),
         **{

@@ -20,6 +20,8 @@ class BlockManager(PrefixLookup):
     collisions.
     """
 
+    may_fork = True  # whether samples share the blocks of their prompt
+
     def __init__(
         self,
         num_blocks: int,
@@ -135,7 +137,9 @@ class BlockManager(PrefixLookup):
         assert not seq.block_table, "allocate is called once, at prefill"
         assert self.can_allocate(seq, hit, num_new_tokens), "ask can_allocate first"
         if self._emit is not None:
-            self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit), num_shared_tokens))
+            num_fresh, num_computed = self.num_new_blocks(seq, hit, num_new_tokens), self.num_computed_after(seq, hit)
+            told = self._looked_up(seq, hit, 0, num_computed, num_fresh=num_fresh, num_shared_tokens=num_shared_tokens)
+            self._emit(told)
         self._claim(seq, hit.block_ids)
         self.forget(seq)
         seq.num_cached_tokens = hit.num_spans * self.block_size

@@ -14,7 +14,6 @@ from pagedcli.core.sequence import Draft, Guide, Sequence, TokenMask
 
 FIRST_RIGHT = 2  # tokens that count as right before the first draft of a sequence
 RUN_LENGTHS = (4, 2)  # tokens at the end of a text that are looked up, the longer run first
-MOST_REMEMBERED = 2**16  # tokens of finished answers; at most twice as many are kept
 MOST_DECODES = 8  # sequences that decode in a step with guesses
 NUM_LATEST = 32  # guessed tokens, of which at least half must have been right
 STEPS_UNTIL_NEW_COUNT = 256  # steps without a guess
@@ -67,7 +66,8 @@ class NgramDrafter:
     sequence with a cache_salt drafts from its own text alone, and no other sequence from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_remembered: int = 2**16) -> None:
+        self._most_remembered = most_remembered  # tokens of finished answers; at most twice as many are kept
         self._own: dict[int, _Text] = {}  # seq_id -> its text
         self._num_right: dict[int, int] = {}  # seq_id -> right guesses of its last draft
         self._newer, self._older = _Text([]), _Text([])  # answers that have finished
@@ -102,12 +102,12 @@ class NgramDrafter:
         # with the end of the prompt, after which the answer began
         self._unread.append(seq.token_ids[max(0, seq.num_prompt_tokens - RUN_LENGTHS[0]) :])
         self._num_unread += len(self._unread[-1])
-        while self._num_unread > MOST_REMEMBERED and len(self._unread) > 1:
+        while self._num_unread > self._most_remembered and len(self._unread) > 1:
             self._num_unread -= len(self._unread.popleft())
 
     def _read(self, answer: list[int]) -> None:
         """Take in an answer that has finished."""
-        if self._newer.num_tokens >= MOST_REMEMBERED:
+        if self._newer.num_tokens >= self._most_remembered:
             self._older, self._newer = self._newer, _Text([])
         self._newer.extend(answer)
         self._num_unread -= len(answer)

@@ -12,11 +12,12 @@ from typing import Any
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.beams import Candidates
-from pagedcli.core.cache import make_cache
+from pagedcli.core.cache import Cache, make_cache
 from pagedcli.core.drafts import Drafting, NgramDrafter
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan, started
-from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
+from pagedcli.core.prefixes import Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, UnfinishedRequest
 from pagedcli.core.scheduler import Scheduler
 from pagedcli.core.scoring import SCORING
@@ -36,7 +37,7 @@ class EngineCore:
     `emit` receives every change as an event (see pagedcli.events); with None no event is built. With `trace_tokens`
     the events include token ids, which are private by default. `clock_ns` is the clock of all times, in events and
     outputs: a simulation passes its own, an application one that stands still while the run is paused.
-    `make_builder` makes what turns scheduled steps into the inputs of the executor.
+    `make_builder` makes what turns scheduled steps into the inputs of the executor, `make_cache` what gives blocks.
     `knows_tokens` False: those of prompts stand for others, so that comparing them means nothing.
     """
 
@@ -50,6 +51,7 @@ class EngineCore:
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         make_builder: Callable[[Scheduler], Builder] = lambda scheduler: StepBuilder(scheduler.limits),
         knows_tokens: bool = True,
+        make_cache: Callable[[int, Limits, ev.Emit | None], Cache] = make_cache,
     ) -> None:
         self.plan = plan
         self.executor = executor
@@ -166,6 +168,11 @@ class EngineCore:
     @property
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a step has computed something of this request, finished ones included."""
+        request = self._requests.get(request_id)
+        return request is None or any(seq.facts.admitted_s is not None for seq in request.seqs)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and release its blocks. Unknown or finished requests are ignored."""
@@ -484,7 +491,7 @@ class EngineCore:
         manager, stats = self.block_manager, self.stats
         self.cache.count(self.stats)
         if self._seen is not None and self._seen.has_forgotten:
-            stats.ideal_of = MOST_SEEN_TOKENS
+            stats.ideal_of = self._seen.most_tokens
         schedule_ns, forward_ns, sample_ns = clock.phases_ns
         stats.count_step(
             blocked=work.blocked,

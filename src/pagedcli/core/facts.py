@@ -33,6 +33,7 @@ class RunFacts:
     longest_shared: int = 0  # longest beginning of a prompt that an earlier sequence has, too
     num_ideal: int = 0  # hits if each block is computed only once
     num_partial_tokens: int = 0  # shared, but less than a block
+    admitted: Counter[str] = field(default_factory=Counter)  # shared, revived and fresh blocks; empty: an older trace
     ideal_of: int | None = None  # num_ideal counts at least this many of the newest tokens; None: all
     # work
     num_computed_tokens: int = 0  # tokens that the model computed, recomputed ones included

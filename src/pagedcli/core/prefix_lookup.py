@@ -48,6 +48,11 @@ class PrefixHit:
     vetoed_by: str | None = None  # "state" where the recurrent state allows fewer than the blocks
     num_disk_tokens: int | None = None  # computed tokens that were read from a prefix store for it; None: none is used
 
+    @property
+    def num_held(self) -> int:
+        """How many of them other sequences hold."""
+        return len(self.block_ids) - self.block_ids.count(None) - self.num_free
+
     def num_memory_tokens(self, block_size: int) -> int:
         """Tokens of the full blocks that were in memory before any was read for it."""
         return (self.num_spans * block_size - (self.num_disk_tokens or 0)) // block_size * block_size
@@ -207,10 +212,18 @@ class PrefixLookup:
             seq.prefixes[index + 1].parent = prefix
 
     def _looked_up(
-        self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int, num_shared_tokens: int | None = None
+        self,
+        seq: CacheUser,
+        hit: PrefixHit,
+        first: int,
+        tokens_hit: int,
+        *,
+        num_fresh: int = 0,
+        num_shared_tokens: int | None = None,
     ) -> ev.PrefixLookedUp:
-        """The record of a lookup of the spans from number `first` on. The hash that it names is that of the first group
-        whose block is missing; of one that is not, if something else ends the hit."""
+        """The record of a lookup of the spans from number `first` on, with `num_fresh` blocks for what follows. The
+        hash that it names is that of the first group whose block is missing; of one that is not, if something else
+        ends the hit."""
         end = first + hit.num_spans
         missed = hit.num_spans < hit.num_asked
         next_span = seq.prefixes[end * self.num_groups : (end + 1) * self.num_groups] if missed else []
@@ -236,6 +249,9 @@ class PrefixLookup:
             shared_tokens=num_shared_tokens,
             vetoed_by=UNSET if hit.vetoed_by is None else hit.vetoed_by,
             disk_tokens=UNSET if hit.num_disk_tokens is None else hit.num_disk_tokens,
+            blocks_shared=hit.num_held,
+            blocks_revived=hit.num_free,
+            blocks_fresh=num_fresh,
         )
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:

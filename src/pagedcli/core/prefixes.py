@@ -97,17 +97,15 @@ class Prefix:
 _SALT = Prefix(token_bytes([-1]), None)
 
 
-MOST_SEEN_TOKENS = 2**21
-
-
 class SeenPrefixes:
     """Tells of each sequence how much of its beginning an earlier one has, to the token.
 
-    It remembers at least the newest MOST_SEEN_TOKENS tokens, and at most twice as many: once the newer of two trees has
+    It remembers at least the newest `most_tokens` tokens, and at most twice as many: once the newer of two trees has
     that many, the older one goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: int = 2**21) -> None:
+        self.most_tokens = most_tokens
         self._newer: dict[str | None, TokenTree] = {}  # salt -> tree
         self._older: dict[str | None, TokenTree] = {}
         self._num_tokens = 0  # tokens in the newer tree
@@ -120,7 +118,7 @@ class SeenPrefixes:
         found = 0 if older is None else older.find(tokens).num_tokens
         shared = self._newer.setdefault(salt, TokenTree()).add(tokens)
         self._num_tokens += len(token_ids) - shared.num_tokens
-        if self._num_tokens >= MOST_SEEN_TOKENS:
+        if self._num_tokens >= self.most_tokens:
             self.has_forgotten = self.has_forgotten or bool(self._older)
             self._older, self._newer, self._num_tokens = self._newer, {}, 0
         return max(shared.num_tokens, found)

@@ -333,6 +333,8 @@ class Scheduler(Unfinished):
         if is_first:
             seq.facts.num_cached_tokens, seq.facts.num_disk_tokens = seq.num_computed_tokens, hit.num_disk_tokens
             self._facts.count_lookup(seq.num_tokens, hit.num_asked, seq.num_computed_tokens, shared)
+            num_fresh = len(seq.block_table) - len(hit.block_ids)
+            self._facts.admitted.update(shared=hit.num_held, revived=hit.num_free, fresh=num_fresh)
             if not seq.is_private:
                 self._facts.num_disk_tokens += hit.num_disk_tokens or 0
                 self.cache.offer(seq, hit)

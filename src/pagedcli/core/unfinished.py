@@ -114,7 +114,8 @@ class Unfinished:
         """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
         waits in the queue and hits the prompt in the prefix cache."""
         self._report_added(child)
-        if not child.is_beam and self._num_rows >= self.limits.max_num_seqs:  # a group has room for all of it
+        is_full = self._num_rows >= self.limits.max_num_seqs or not self.block_manager.may_fork
+        if not child.is_beam and is_full:  # a group has room for all of it
             self.waiting.appendleft(child)
             self.cache.expect(child, first=True)
             return False

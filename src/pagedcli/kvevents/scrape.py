@@ -13,7 +13,6 @@ from pagedcli.process import Closes
 from pagedcli.records import Means, number
 from pagedcli.remote import Remote, ServerError, checked_url, shown_url
 
-_TIMEOUT_S = 3.0
 _EVERY_S = 2.0
 MetricKind = Literal["gauge", "counter"]
 
@@ -107,7 +106,7 @@ class Metrics:
 class Scraper(Closes):
     """Reads /metrics every few seconds, in a thread: a slow server must not block the view."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 3.0) -> None:
         """Raises: UsageError for what is not a URL, or where prometheus_client, an optional dependency, is missing."""
         if find_spec("prometheus_client") is None:
             raise UsageError(
@@ -116,6 +115,7 @@ class Scraper(Closes):
         self.metrics = Metrics()
         self.problem: str | None = None  # why the last reading failed
         self._url = checked_url(url, example="http://localhost:8000/metrics", has_query=True)
+        self._timeout_s = timeout_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -138,11 +138,11 @@ class Scraper(Closes):
             self.problem = None
 
     async def _content(self) -> bytes:
-        async with Remote(self._url, timeout_s=_TIMEOUT_S) as remote, remote.exchange("GET") as response:
+        async with Remote(self._url, timeout_s=self._timeout_s) as remote, remote.exchange("GET") as response:
             return await remote.read(response)
 
     def close(self) -> None:
         """Take a last reading and stop."""
         self._closing.set()
-        self._thread.join(_TIMEOUT_S)
+        self._thread.join(self._timeout_s)
         self.read_now()

@@ -25,7 +25,6 @@ except ModuleNotFoundError as error:
 
 _RECEIVE_S = 0.1  # longest time in `receive` before it ends between two messages
 _RECEIVE_QUEUE = 128  # messages; a publisher queues more on its side
-_REPLAY_IDLE_S = 3.0
 _REPLAY_MOST = 200_000  # messages
 _TOPIC = b"kv"
 _KEPT_BATCHES = 10_000
@@ -103,9 +102,11 @@ class Subscriber(Closes):
             socket.connect(self.endpoints[source])
             self._lost.append(source)
 
-    def replay(self, source: int, first: int, before: int | None = None) -> Iterator[list[bytes]]:
+    def replay(
+        self, source: int, first: int, before: int | None = None, *, idle_s: float = 3.0
+    ) -> Iterator[list[bytes]]:
         """The messages numbered from `first` to before `before` that the publisher still has. Ends early if the
-        publisher does not answer."""
+        publisher does not answer for `idle_s` seconds."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
@@ -114,7 +115,7 @@ class Subscriber(Closes):
             connect(socket, self._replays[source])
             socket.send_multipart([b"", struct.pack(">Q", first)])
             for _ in range(_REPLAY_MOST):
-                if not socket.poll(int(_REPLAY_IDLE_S * 1000)):
+                if not socket.poll(int(idle_s * 1000)):
                     return
                 frames = socket.recv_multipart()
                 try:

@@ -93,6 +93,7 @@ class DecoderRequest:
     device: torch.device
     load_format: LoadFormat
     seed: int  # seed of dummy weights
+    adapter: Path | None = None  # folder of a LoRA adapter, to merge into the weights
     trust_remote_code: bool
     max_model_len: int  # tokens
     parallel: ParallelContext

@@ -306,7 +306,7 @@ def read_tensors(request: DecoderRequest) -> tuple[dict[str, Parameter], UnreadT
     """This rank's parameters, their tensors, and what a user should know of these. Raises: see load."""
     spec, weight_format = request.spec, request.weight_format
     parameters = shard_parameters(decoder_parameters(spec, weight_format), spec, request.parallel)
-    source = open_weights(request.path, request.load_format, request.seed, spec)
+    source = open_weights(request.path, request.load_format, request.seed, spec, request.adapter)
     ignored = unread_tensors(spec, weight_format)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
     return parameters, tensors, source.notes

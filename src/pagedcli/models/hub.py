@@ -12,6 +12,7 @@ from pagedcli.models.gguf.header import check_regular, find_gguf, is_gguf, read_
 # *.py for models with custom code, which runs only with --trust-remote-code
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 _SUFFIXES = (*(pattern.removeprefix("*") for pattern in _WANTED), ".gguf")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
 
 
@@ -50,6 +51,30 @@ def resolve_model(model: str, *, revision: str | None = None, weights: bool = Tr
     if _looks_like_path(model):
         raise MissingModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
     return _download(model, revision, weights)
+
+
+def adapter_folder(config: EngineConfig) -> Path | None:
+    """The folder of a configuration's adapter, which is downloaded if it is a Hub id. Raises: ModelError."""
+    if config.adapter is None:
+        return None
+    folder = Path(config.adapter).expanduser()
+    if not folder.is_dir():
+        if _looks_like_path(config.adapter):
+            raise MissingModelError(f"no adapter folder at {folder}", hint="check the path given with --adapter")
+        folder = _download(config.adapter, None, weights=True)
+    check_files(folder)
+    for name in ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"{folder} has no {name}", hint="--adapter names a folder that peft's save_pretrained has written"
+            )
+    return folder
+
+
+def adapter_files(config: EngineConfig) -> list[Path]:
+    """The files of a configuration's adapter; none without one. Raises: ModelError."""
+    folder = adapter_folder(config)
+    return [] if folder is None else [folder / name for name in ADAPTER_FILES]
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -391,6 +391,10 @@ def load(request: DecoderRequest) -> TransformersLM:
     """
     path, spec, dtype, max_model_len = request.path, request.spec, request.dtype, request.max_model_len
     trust_remote_code = request.trust_remote_code
+    if request.adapter is not None:
+        raise ModelError(
+            f"{spec.architecture} runs through transformers, and takes no adapter", hint="merge it with peft"
+        )
     config = read_config(path, trust_remote_code)
     refuse_length(config.get_text_config(decoder=True), spec, max_model_len)
     # transformers' own attention first, for the logits to compare with

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError, shortage
+from pagedcli.models.adapter import Adapter
 from pagedcli.models.checkpoint_files import read_json, todays_name
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, VECTOR
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.gguf.weights import GgufWeights
+from pagedcli.models.hub import ADAPTER_FILES
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.stacking import UnreadTensors, and_others, kept_dtype, not_read, stacked
 from pagedcli.models.tensors import LLAMA_NAMES, Parameter, TensorNames
@@ -46,8 +48,14 @@ class WeightSource(Protocol):
         ...
 
 
-def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec) -> WeightSource:
-    """The weights of a model's folder or GGUF file, or seeded noise with load_format dummy."""
+def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec, adapter: Path | None = None) -> WeightSource:
+    """The weights of a model's folder or GGUF file, or seeded noise with load_format dummy. `adapter`: the folder of
+    one to merge into them. Raises: ModelError."""
+    if adapter is not None and (is_gguf(path) or load_format == "dummy" or spec.quantization is not None):
+        raise ModelError(
+            f"the adapter {adapter} cannot be merged: {path} has no plain weights in safetensors files",
+            hint="use the model that it was trained on; --quantization rounds the merged weights",
+        )
     if is_gguf(path):
         if load_format == "dummy":
             raise ModelError(f"{path} is one file with its weights", hint="use no --load-format dummy")
@@ -55,7 +63,8 @@ def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec) -> We
     if load_format == "dummy":
         return DummyWeights(seed)
     alternating = spec.experts is not None and spec.experts.alternating
-    return CheckpointWeights(path, spec.names, alternating=alternating)
+    change = None if adapter is None else Adapter(adapter, _open(adapter / ADAPTER_FILES[1]), spec.names.body)
+    return CheckpointWeights(path, spec.names, alternating=alternating, adapter=change)
 
 
 class DummyWeights:
@@ -126,8 +135,16 @@ class CheckpointWeights:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, names: TensorNames = LLAMA_NAMES, *, alternating: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        names: TensorNames = LLAMA_NAMES,
+        *,
+        alternating: bool = False,
+        adapter: Adapter | None = None,
+    ) -> None:
         self._path, self._skipped, self._body, self._alternating = path, names.skipped, names.body, alternating
+        self._adapter = adapter
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
@@ -151,6 +168,8 @@ class CheckpointWeights:
                 f"{len(rounded)} weights that bitsandbytes rounded to 4 bits are widened while loading; --quantization"
                 " int4 or int8 rounds them again",
             )
+        if self._adapter is not None:
+            self._adapter.check(expected)
         optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
         self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
 
@@ -234,6 +253,8 @@ class CheckpointWeights:
 
     def _read(self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, Any]) -> Tensor:
         tensor: Tensor = views[name].read(file) if name in views else file.get_tensor(name)
+        if self._adapter is not None:
+            tensor = self._adapter.merged(name, tensor)
         shape, stored_dtype = parameter.shapes[name], parameter.stored.dtype
         # scales, and what there is per expert, are written with and without sizes of 1
         is_loose = None in (parameter.stored.in_per, parameter.stored.out_per) or parameter.stored is VECTOR

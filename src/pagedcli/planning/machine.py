@@ -17,8 +17,6 @@ import torch
 from pagedcli.errors import address_space
 
 FOR_THREADS = 2**27  # bytes of address space that the stacks of threads take, and small tensors
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-_DEVICES = Path("/dev")
 _CUDA_13_DRIVER, _CUDA_12_DRIVER = 580, 525  # the oldest drivers for wheels of CUDA 13 and 12
 
 
@@ -71,17 +69,18 @@ def this_machine(*, free_memory: bool = False) -> Machine:
     )
 
 
-def unseen_gpu() -> str | None:
-    """Why torch sees no GPU although an NVIDIA driver is loaded, and what to do; None: no driver is loaded."""
+def unseen_gpu(about: Path = Path("/proc/driver/nvidia/version"), devices: Path = Path("/dev")) -> str | None:
+    """Why torch sees no GPU although an NVIDIA driver is loaded, and what to do; None: no driver is loaded.
+    `about`: the file in which a loaded driver names its version."""
     try:
-        found = re.search(r"Kernel Module.*?  (\d+)\.([\d.]+)", _NVIDIA_DRIVER.read_text())
+        found = re.search(r"Kernel Module.*?  (\d+)\.([\d.]+)", about.read_text())
     except OSError:
         return None
     driver, version = (None, "of an unknown version") if found is None else (int(found[1]), f"{found[1]}.{found[2]}")
-    return f"an NVIDIA driver ({version}) is loaded, but {_why_unseen(driver)}"
+    return f"an NVIDIA driver ({version}) is loaded, but {_why_unseen(driver, devices)}"
 
 
-def _why_unseen(driver: int | None) -> str:
+def _why_unseen(driver: int | None, devices: Path) -> str:
     """`driver`: the first part of its version; None: not known."""
     build, cuda = f"torch {torch.__version__}", torch.version.cuda
     wheels = "cu126" if driver is not None and driver < _CUDA_13_DRIVER else "cu130"
@@ -95,8 +94,8 @@ def _why_unseen(driver: int | None) -> str:
         return f"{build} was built for CUDA {cuda}, which needs driver {needed}; install a newer driver"
     if driver is not None and driver < needed:
         return f"{build} was built for CUDA {cuda}, which needs driver {needed}; {install} brings one for this driver"
-    if not any(_DEVICES.glob("nvidia[0-9]*")):
-        return f"there is no {_DEVICES}/nvidia0 here; a container is started with its GPUs by --gpus all"
+    if not any(devices.glob("nvidia[0-9]*")):
+        return f"there is no {devices}/nvidia0 here; a container is started with its GPUs by --gpus all"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # in the words of torch or the driver

@@ -7,7 +7,7 @@ import torch
 from pagedcli import __version__
 from pagedcli.config import EngineConfig
 from pagedcli.content_files import digest_of, file_digest
-from pagedcli.models.hub import weight_files
+from pagedcli.models.hub import adapter_files, weight_files
 from pagedcli.native.build import instructions, library_key, load_library
 from pagedcli.planning.decision import Decision
 
@@ -20,7 +20,7 @@ def model_files(model_path: Path, *, weights: bool = True) -> list[Path]:
 
 def weights_identity(config: EngineConfig, decision: Decision, model_path: Path) -> dict[str, str]:
     """Named parts: everything that the weights in memory depend on. Raises: OSError if a file cannot be read."""
-    files = model_files(model_path, weights=config.load_format != "dummy")
+    files = [*model_files(model_path, weights=config.load_format != "dummy"), *adapter_files(config)]
     return weights_form(config, decision) | {"model files": digest_of(" ".join(map(file_digest, files)).encode())}
 
 

@@ -22,7 +22,7 @@ from pagedcli.core.steps import ScheduledStep
 from pagedcli.errors import ConfigError, shortage
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderRequest
-from pagedcli.models.hub import model_folder
+from pagedcli.models.hub import adapter_folder, model_folder
 from pagedcli.models.loading import load_decoder
 from pagedcli.models.reading import read_spec
 from pagedcli.native.system import limit_threads
@@ -120,6 +120,7 @@ def _load_model(
             device=device,
             load_format=config.load_format,
             seed=config.seed,
+            adapter=adapter_folder(config),
             trust_remote_code=config.trust_remote_code,
             max_model_len=plan.limits.max_model_len,
             parallel=parallel,

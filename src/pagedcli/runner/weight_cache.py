@@ -20,6 +20,7 @@ from pagedcli.content_files import ContentFile, ContentFolder, DamagedFile, dige
 from pagedcli.errors import UsageError
 from pagedcli.files import cache_home, is_ours_alone
 from pagedcli.layers.packed_layers import PackedLayers, described, restored
+from pagedcli.models.hub import adapter_files
 from pagedcli.models.loading import IN_ONE_CALL
 from pagedcli.planning.decision import Decision
 from pagedcli.records import Bytes, Seconds, size
@@ -105,7 +106,8 @@ class WeightCache:
 
     def _states(self) -> list[tuple[int, int, int]]:
         """What tells whether a file of the model has changed. Raises: OSError."""
-        states = (path.stat() for path in model_files(self._path)) if self._is_used else ()
+        files = [*model_files(self._path), *adapter_files(self._config)] if self._is_used else []
+        states = [path.stat() for path in files]
         return [(each.st_size, each.st_mtime_ns, each.st_ino) for each in states]
 
     @cached_property

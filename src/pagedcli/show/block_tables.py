@@ -9,7 +9,7 @@ from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import Decode
 from pagedcli.views.block_life import BlockLife, HeldContent, Tenure
 from pagedcli.views.cache_groups import group_of, group_words
-from pagedcli.views.rows import ShownRow, tokens_in_block
+from pagedcli.views.rows import ShownRow, block_slots, num_tokens_of
 from pagedcli.views.words import when
 
 
@@ -50,19 +50,20 @@ def block_facts(life: BlockLife, state: PoolState, decode: Decode | None) -> dic
     """What the block is at this moment."""
     block_id = life.block_id
     ref_count, block_hash = state.ref_counts[block_id], state.hashes[block_id]
-    num_tokens = [tokens_in_block(state.seqs[each.seq_id], each.place, state) for each in life.owners]
-    empty = 0 if block_hash is None else state.block_size
+    num_tokens = num_tokens_of(block_id, [(state.seqs[each.seq_id], each.place) for each in life.owners], state)
     token_ids = life.token_ids(state)
     return {
         "block_id": block_id, "step": state.step_number, "group": group_of(state, block_id),
         "state": "in use" if ref_count else "cached" if block_hash is not None else "empty", "ref_count": ref_count,
-        "num_tokens": max(num_tokens, default=empty), "block_size": state.block_size, "hash": hash_text(block_hash),
-        "token_ids": token_ids, "text": _text(token_ids, decode),
+        "num_tokens": num_tokens, "slots": block_slots(block_id, num_tokens, state), "block_size": state.block_size,
+        "hash": hash_text(block_hash), "token_ids": token_ids, "text": _text(token_ids, decode),
     }  # fmt: skip
 
 
 def _title(facts: dict[str, Any]) -> str:
     shared = f"ref count {facts['ref_count']}, {facts['num_tokens']} of {plural(facts['block_size'], 'token')}"
+    if facts["slots"]:
+        shared += f" in slots {facts['slots']}"
     content = "partial" if facts["hash"] is None else f"content {facts['hash']}"
     what = facts["state"] if facts["state"] == "empty" else f"{facts['state']}, {shared}, {content}"
     return f"Block {facts['block_id']} {when(facts['step'])}: {what}"

@@ -25,7 +25,7 @@ from pagedcli.show.drawing import (
 )
 from pagedcli.trace.seq_state import SeqState
 from pagedcli.trace.state import PoolState
-from pagedcli.views.rows import BlockKind, block_kind, block_owners, tokens_in_block
+from pagedcli.views.rows import BlockKind, block_kind, block_owners, num_tokens_of
 
 _COLUMNS = (8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 250, 320, 400, 500)
 _LEAST_CELL = 1.5  # a smaller cell cannot be seen
@@ -94,8 +94,7 @@ def shown_blocks(state: PoolState, letters: PrefixLetters) -> list[ShownBlock]:
     for block_id, ref_count in enumerate(state.ref_counts):
         held = owners.get(block_id, [])
         kind = block_kind(state, block_id)
-        full = 0 if kind == "empty" else state.block_size
-        num_tokens = max((tokens_in_block(seq, place, state) for seq, place in held), default=full)
+        num_tokens = num_tokens_of(block_id, held, state)
         prefix = letters.place(state, held[0][0]) if kind == "shared" else None
         found.append(
             ShownBlock(

@@ -137,7 +137,6 @@ def _grouped(deltas: list[T], group: int) -> list[list[T]]:
     return [*(steps[start : start + group] for start in range(0, len(steps), group)), deltas[-1:]]
 
 
-MAX_FRAMES = 20_000  # steps drawn individually; longer runs are summarised in groups, as the page notes
 MAX_LOOKUPS = 20_000  # rows of the table of lookups
 _GAUGES = ("used", "shared", "cached", "running", "waiting", "unfilled_slots", "saved")
 _NUM_SLOWEST = 10
@@ -151,10 +150,12 @@ def render_report(
     selected: Collection[int] = (),
     views: Sequence[View] = (),
     what_to_change: Callable[[PoolState], Sequence[str]] = lambda state: (),
+    most_frames: int = 20_000,
 ) -> bytes:
     """The page, in UTF-8. Once the trace is known to be valid, `make_decoder` returns what turns recorded token ids
     into text, without which they stay numbers, and `what_to_change` the first paragraph of the story; `views` see all
-    events before that. The page opens at the `selected` sequences.
+    events before that. The page opens at the `selected` sequences. Where there are more than `most_frames` steps, it
+    draws groups of them, as it notes.
 
     Raises: TraceError if the trace is damaged or inconsistent.
     """
@@ -164,7 +165,7 @@ def render_report(
     frames.add(state)
     reasons = why(run.explainer, state)
     slowest = sorted(run.requests, key=lambda row: -row.total_s)[:_NUM_SLOWEST]
-    group = max(1, -(-len(run.series) // MAX_FRAMES))
+    group = max(1, -(-len(run.series) // most_frames))
     document = {
         "file": reader.path.name,
         "notes": reader.notes,

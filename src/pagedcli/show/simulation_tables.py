@@ -169,14 +169,14 @@ def simulation_facts(
 def curve_table(found: Hits, block_bytes: int | None) -> Table:
     """The hit rate over pools of any size, drawn in characters: of each size that of the next smaller pool tried."""
 
-    def share_at(num_blocks: float) -> float:
-        return [each.hit_rate for each in found.tried if each.num_blocks <= num_blocks][-1]
+    def percent_at(num_blocks: float) -> float:
+        return [100 * each.hit_rate for each in found.tried if each.num_blocks <= num_blocks][-1]
 
     def label(num_blocks: float) -> str:
         memory = "" if block_bytes is None else f" ({size(int(num_blocks) * block_bytes)})"
         return f"{plural(int(num_blocks), 'block')}{memory}"
 
-    lines = curve_lines(share_at, *_pool_range(found), label=label)
+    lines = curve_lines({"#": percent_at}, *_pool_range(found), unit="%", label=label)
     title = f"Hit rate of the prompts' tokens by pool size, {found.here.policy}"
     return table(TraceCount, "curve", title, [], notes=lines)
 

@@ -114,15 +114,16 @@ def _sequences(moment: Moment, longest: Mapping[int, NamedPrefix]) -> Table:
     rows: list[TableRow] = []
     for seq in _shown(moment, state.running()):
         blocks = _table_text(seq, longest.get(seq.seq_id), state)
-        rows.append(values_of(SequenceRow(seq, now), "table") | {"blocks": blocks})
+        row = SequenceRow(seq, now)
+        rows.append(values_of(row, "table") | values_of(row, "followed") | {"blocks": blocks})
     for place, seq in enumerate(state.waiting()):
         if _shown(moment, [seq]):
             held = {"num_blocks": 0, "share": 0.0, "blocks": why_waiting(state, seq, place)}
             rows.append(values_of(SequenceRow(seq, now), "table") | held)
     last = Column("blocks", "block table (×: ref count), or why it waits", words=True)
-    return Table(
-        "sequences", "Sequences (new, cached, tokens and out: in tokens)", [*chosen(SequenceRow, "table"), last], rows
-    )
+    written = [] if moment.follow is None else chosen(SequenceRow, "followed")
+    columns = [*chosen(SequenceRow, "table"), *written, last]
+    return Table("sequences", "Sequences (new, cached, tokens and out: in tokens)", columns, rows)
 
 
 def _shown(moment: Moment, seqs: Sequence[SeqState]) -> list[SeqState]:

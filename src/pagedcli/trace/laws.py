@@ -124,11 +124,14 @@ class PoolLaws(LawBook):
         self._evicted_for: int | None = None
         self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
         self._lookup: ev.PrefixLookedUp | None = None  # its hits are claimed next
+        self._fresh: tuple[int, int] | None = None  # seq_id, and the fresh blocks that its lookup says it takes next
         self._num_just_freed = 0  # blocks that the last BlocksReleased made free
         self._may_repeat = True  # the first step of a part
 
     def check_order(self, event: ev.Event) -> None:
         due, self._due = self._due, None
+        if type(event) not in (ev.BlocksReused, ev.BlocksReleased, ev.BlockEvicted, ev.BlocksAllocated):
+            self._fresh = None
         if due is not None and type(event) not in (*due[0], ev.StatesRecovered, ev.StepFailed):
             refuse(event, f"comes where {due[1]}")
 
@@ -185,6 +188,21 @@ class PoolLaws(LawBook):
             drops = continued and first * state.num_groups < len(seq.block_table)  # its partial block is released first
             self._due = (ev.BlocksReleased if drops else ev.BlocksReused,), claim
             self._lookup = event
+        else:
+            self._check_found(event, event, 0, 0)
+
+    def _check_found(self, event: ev.Event, lookup: ev.PrefixLookedUp, num_found: int, num_revived: int) -> None:
+        """Check the blocks that a lookup says its sequence takes, once those that were found are known. At an admission
+        the fresh ones come next."""
+        if (taken := lookup.blocks_taken) is None:
+            return
+        num_fresh = 0 if lookup.reason == "continued" else max(0, taken["fresh"])
+        if taken != {"shared": num_found - num_revived, "revived": num_revived, "fresh": num_fresh}:
+            refuse(event, f"{num_found} blocks were found, {num_revived} of them free: not {taken}")
+        if lookup.reason != "continued":
+            self._fresh = lookup.seq_id, num_fresh
+        if num_fresh:
+            self._due = (ev.BlockEvicted, ev.BlocksAllocated), f"seq {lookup.seq_id} takes its fresh blocks"
 
     def before_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
         seq = live(event, state)
@@ -207,9 +225,14 @@ class PoolLaws(LawBook):
             if state.block_groups[block_id] != index % num_groups:
                 refuse(event, f"block {block_id} holds K and V of group {state.block_groups[block_id]} of the layers")
             before = block_id
+        held = [block_id for block_id in ids if block_id is not None]
+        self._check_found(event, lookup, len(held), sum(state.ref_counts[block_id] == 0 for block_id in held))
 
     def before_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
         live(event, state)
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None and fresh[0] == event.seq_id and fresh[1] != len(event.block_ids):
+            refuse(event, f"{len(event.block_ids)} fresh blocks of seq {fresh[0]}, whose lookup says {fresh[1]}")
         self._check_taken(event, state)
 
     def before_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:

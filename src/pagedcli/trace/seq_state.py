@@ -39,6 +39,7 @@ class SeqState:
     status: Stage = "waiting"
     block_table: list[int | None] = field(default_factory=list)  # None: no later token sees it
     num_cached_tokens: int = 0  # hit by the last lookup
+    num_found_tokens: int = 0  # up to the last block that a lookup found: computing one of these writes no slot
     num_preemptions: int = 0
     num_drafted_tokens: int = 0  # guessed ones that the current step computes
     draft_source: DraftSource = "own_text"  # source of these guesses; without any, of the last ones

@@ -205,6 +205,8 @@ class PoolState(BlockLedger):
         self._leave(seq)
         self.num_running += not seq.running
         seq.status = "prefill"
+        first = seq.num_computed_tokens // self.block_size if continued else 0
+        seq.num_found_tokens = (first + event.blocks_hit) * self.block_size
         self._set_computed(seq, event.tokens_hit + (seq.num_computed_tokens if continued else 0))
         seq.num_cached_tokens = event.tokens_hit + (seq.num_cached_tokens if continued else 0)
         seq.admit(self.step_number)

@@ -192,7 +192,6 @@ def _rates(hits: LookupHits) -> dict[str, Any]:
 
 Landmark = Literal["preemption", "eviction", "miss", "failure"]
 StepEvents = Iterator[tuple[int | None, ev.Event]]  # each event with its step, or the step before it
-_SNAPSHOT_BYTES = 100 << 20  # all snapshots together, roughly
 
 
 def landmark(event: ev.Event) -> Landmark | None:
@@ -221,7 +220,9 @@ class Replay:
     Raises: TraceError if not even one step is valid; UsageError if the source cannot be read.
     """
 
-    def __init__(self, source: EventSource, *, follow: NamedRequest | None = None) -> None:
+    def __init__(
+        self, source: EventSource, *, follow: NamedRequest | None = None, snapshot_bytes: int = 100 << 20
+    ) -> None:
         self.steps: list[int | None] = []  # per stop the step, None: the end
         self.damage: str | None = None
         self._encode = msgspec.json.Encoder().encode
@@ -233,6 +234,7 @@ class Replay:
         self.series = StepSeries()
         self.seqs: list[SeqState] = []  # all sequences of the run, as they were at its end
         self._snapshots: dict[int, Moment] = {-1: self.moment.copy()}  # the snapshots by stop
+        self._most_bytes = snapshot_bytes  # of all snapshots, roughly
         self._interval = 32  # stops between snapshots
         self._read(source)
 
@@ -266,7 +268,7 @@ class Replay:
             self._snapshots[self.position] = self.moment.copy()
             state = self.moment.state
             snapshot_bytes = 20_000 + 130 * state.num_blocks + 100 * len(state.finished) + 1000 * len(state.seqs)
-            if len(self._snapshots) * snapshot_bytes > _SNAPSHOT_BYTES:
+            if len(self._snapshots) * snapshot_bytes > self._most_bytes:
                 self._interval *= 2
                 kept = (stop for stop in self._snapshots if stop < 0 or stop % self._interval == 0)
                 self._snapshots = {stop: self._snapshots[stop] for stop in kept}

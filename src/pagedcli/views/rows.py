@@ -4,7 +4,7 @@ meaning here; screen, files, JSON, pages, filters and docs choose fields by name
 `USES` names the fields of each use in its order. A field that no use names is shown by all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from msgspec import UNSET
 
 import pagedcli.events as ev
+from pagedcli.printable import id_ranges
 from pagedcli.records import RIGHT, Column, Means, Share, columns_of, computed, hash_text
 from pagedcli.trace.seq_state import SeqState, Stage
 from pagedcli.trace.state import PoolState
@@ -34,7 +35,7 @@ class ShownRow:
         for source in self.sources:
             value = getattr(source, name, _ABSENT)
             if value is not _ABSENT:
-                return value
+                return None if value is UNSET else value
         raise AttributeError(name)
 
 
@@ -82,9 +83,11 @@ class SequenceRow(ShownRow):
         "file": "seq_id request_id row_id sample_index status num_prompt_tokens num_output_tokens max_new_tokens"
         " num_computed_tokens num_new_tokens num_drafted_tokens num_cached_tokens num_preemptions num_waited_steps"
         " num_blocks block_table"
-        " ref_counts waiting_reason",
+        " ref_counts slots_written waiting_reason",
         "json": "seq_id request_id row_id sample_index status num_tokens num_computed_tokens num_new_tokens"
-        " num_cached_tokens num_output_tokens max_new_tokens num_preemptions block_table ref_counts waiting_reason",
+        " num_cached_tokens num_output_tokens max_new_tokens num_preemptions block_table ref_counts slots_written"
+        " waiting_reason",
+        "followed": "slots_written",
         "table": "seq_id label status num_new_tokens num_cached_tokens progress generated num_blocks share",
         "list": "seq_id label status_now progress generated num_blocks num_waited_steps num_preemptions",
         "filter": "seq_id label sample_index status finish_reason num_tokens num_computed_tokens num_prompt_tokens"
@@ -125,6 +128,10 @@ class SequenceRow(ShownRow):
     ref_counts: Annotated[list[int | None], Means("how many sequences hold each block of the table")] = computed(
         lambda row: [None if each is None else row.now.state.ref_counts[each] for each in row.seq.block_table]
     )
+    slots_written: Annotated[
+        str | None,
+        Means("slots that this step writes: block * block_size + place in it; of several groups, a ; between"),
+    ] = computed(lambda row: written_slots(row.seq, row.num_new_tokens, row.now.state))
     waiting_reason: Annotated[str | None, Means("why it was not scheduled, if the scheduler said so")] = computed(
         lambda row: (
             waiting.reason
@@ -155,9 +162,9 @@ class LookupRow(ShownRow):
 
     USES: ClassVar = {
         "file": "seq_id request_id row_id reason own num_tokens blocks_asked blocks_hit tokens_hit first_miss"
-        " missing_hash miss_reason partial_tokens shared_tokens disk_tokens",
+        " missing_hash miss_reason partial_tokens shared_tokens disk_tokens blocks_shared blocks_revived blocks_fresh",
         "json": "",  # as the event
-        "table": "seq_id label reason num_tokens blocks_asked blocks_hit tokens_hit first_miss why",
+        "table": "seq_id label reason num_tokens blocks_asked tokens_hit blocks_taken first_miss why",
     }
 
     seq_id: SeqId
@@ -188,6 +195,14 @@ class LookupRow(ShownRow):
     disk_tokens: Annotated[
         int | None, Means("of tokens_hit, those read from the prefix store for it; null: none is used")
     ] = computed(lambda row: None if row.event.disk_tokens is UNSET else row.event.disk_tokens)
+    blocks_shared: Annotated[
+        int | None, Means("blocks found while another sequence holds them; null: an older trace, as of the next two")
+    ]
+    blocks_revived: Annotated[int | None, Means("blocks found that nobody held: revived from the free list")]
+    blocks_fresh: Annotated[int | None, Means("blocks taken from the free list for the first tokens that it computes")]
+    blocks_taken: Annotated[
+        dict[str, int] | None, "shared+revived+fresh", lambda taken: "+".join(map(str, taken.values()))
+    ]
     why: Annotated[str, "why no more"] = computed(lambda row: why_no_more(row.event))
 
     def __init__(self, event: ev.PrefixLookedUp, seq: SeqState | None) -> None:
@@ -203,6 +218,7 @@ class BlockRow:
     state: Annotated[Literal["in_use", "cached"], Means("in_use or cached")]
     ref_count: Annotated[int, Means("sequences that hold it; 0: cached")]
     num_tokens: Annotated[int, Means("slots that hold a token after this step")]
+    slots: Annotated[str, Means("these slots, counted over the pool: the first one is block_id * block_size")]
     hash: Annotated[
         Hash | None, Means("its content and all before it, 16 hexadecimal digits; null: partial, not yet findable")
     ]
@@ -219,10 +235,11 @@ def block_rows(state: PoolState) -> Iterator[BlockRow]:
         if not ref_count and block_hash is None:
             continue
         held = owners.get(block_id, [])
+        num_tokens = num_tokens_of(block_id, held, state)
         yield BlockRow(
-            block_id, "in_use" if ref_count else "cached", ref_count,
-            max((tokens_in_block(seq, place, state) for seq, place in held), default=state.block_size), block_hash,
-            state.block_groups[block_id], [seq.seq_id for seq, _ in held], [seq.label for seq, _ in held],
+            block_id, "in_use" if ref_count else "cached", ref_count, num_tokens,
+            block_slots(block_id, num_tokens, state), block_hash, state.block_groups[block_id],
+            [seq.seq_id for seq, _ in held], [seq.label for seq, _ in held],
         )  # fmt: skip
 
 
@@ -253,6 +270,31 @@ def tokens_in_block(seq: SeqState, place: int, state: PoolState) -> int:
     """How many tokens of a sequence the block at a place of its table holds."""
     first = place // state.num_groups * state.block_size
     return min(max(seq.num_computed_tokens - first, 0), state.block_size)
+
+
+def num_tokens_of(block_id: int, held: Iterable[tuple[SeqState, int]], state: PoolState) -> int:
+    """How many tokens a block holds; `held`: its sequences, see block_owners."""
+    unheld = 0 if state.hashes[block_id] is None else state.block_size
+    return max((tokens_in_block(seq, place, state) for seq, place in held), default=unheld)
+
+
+def block_slots(block_id: int, num_tokens: int, state: PoolState) -> str:
+    """`3072-3115`: the slots of so many tokens of a block."""
+    first = block_id * state.block_size
+    return id_ranges(range(first, first + num_tokens))
+
+
+def written_slots(seq: SeqState, num_new_tokens: int, state: PoolState) -> str | None:
+    """`1280-1535 3072-3115`: the slots of a sequence that the current step writes, a text per group of layers."""
+    size, num_groups, end = state.block_size, state.num_groups, seq.num_computed_tokens + seq.num_drafted_tokens
+    positions = range(max(end - num_new_tokens, seq.num_found_tokens), end) if num_new_tokens else ()
+    if not positions:
+        return None
+    texts = []
+    for group in range(num_groups):
+        places = [(seq.block_table[each // size * num_groups + group], each % size) for each in positions]
+        texts.append(id_ranges(block_id * size + at for block_id, at in places if block_id is not None))
+    return "; ".join(texts)
 
 
 _RECENT = f"over the last {ROLLING_STEPS} steps"

@@ -126,6 +126,8 @@ class RunStats(View):
         elif not own:
             self.facts.count_lookup(event.num_tokens, event.blocks_asked, event.tokens_hit, event.shared_tokens)
             self.num_compared += event.shared_tokens is not None
+            if (taken := event.blocks_taken) is not None:
+                self.facts.admitted.update(taken)
         self.run.add(event, own=own)
         self.rolling.add(event, own=own)
         self._lookups.append((event, own))

@@ -14,7 +14,7 @@ import pagedcli.events as ev
 from pagedcli.core.facts import RunFacts
 from pagedcli.events import Event
 from pagedcli.printable import percent_text, plural, seconds_text
-from pagedcli.records import Seconds, computed
+from pagedcli.records import Seconds, Share, computed
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.seq_state import SeqState, Stage
 from pagedcli.trace.state import PoolState
@@ -40,6 +40,9 @@ class Timelines(View):
 
     def __init__(self) -> None:
         self.phases: dict[int, list[Phase]] = {}
+        self.num_computed: Counter[int] = (
+            Counter()
+        )  # seq_id -> tokens computed, those again after a preemption included
         self._in_prefill: set[int] = set()
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
@@ -57,6 +60,9 @@ class Timelines(View):
 
     def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
         self._enter(event.seq_id, "decode", _now(state) + 1)
+
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        self.num_computed.update(dict(zip(event.seq_ids, event.num_new_tokens, strict=True)))
 
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         for seq_id in self._in_prefill.intersection(event.seq_ids):
@@ -206,9 +212,9 @@ class RequestRow(ShownRow):
 
     USES: ClassVar = {
         "page": "seq_id label first_step last_step num_prompt num_cached num_output num_preemptions num_recomputed"
-        " total_s waiting_s prefill_s decode_s preempted_s ttft_s tpot_s end phases",
+        " num_computed total_s waiting_s prefill_s decode_s preempted_s ttft_s tpot_s end phases",
         "table": "label seq_id num_prompt num_cached num_output total_s waiting_s prefill_s decode_s preempted_s"
-        " num_preemptions num_recomputed ttft_s tpot_s end",
+        " num_preemptions num_recomputed num_computed ttft_s tpot_s end",
     }
 
     seq_id: SeqId
@@ -220,6 +226,7 @@ class RequestRow(ShownRow):
     num_output: Annotated[int, "generated tokens"] = computed(lambda row: row.num_output_tokens)
     num_preemptions: Annotated[int, "times preempted"]
     num_recomputed: Annotated[int, "tokens recomputed"] = computed(lambda row: row.num_recomputed_tokens)
+    num_computed: Annotated[int, "tokens computed"]
     total_s: Annotated[Seconds, "total"] = computed(lambda row: sum(row.seconds.values()))
     waiting_s: Annotated[Seconds, "waiting"] = computed(lambda row: row.seconds["waiting"])
     prefill_s: Annotated[Seconds, "prefill"] = computed(lambda row: row.seconds["prefill"])
@@ -232,9 +239,9 @@ class RequestRow(ShownRow):
         lambda row: [[PHASES.index(each.status), each.first_step, each.last_step] for each in row.history]
     )
 
-    def __init__(self, seq: SeqState, history: Sequence[Phase], num_cached: int) -> None:
+    def __init__(self, seq: SeqState, history: Sequence[Phase], num_cached: int, num_computed: int) -> None:
         super().__init__(seq)
-        self.history = history
+        self.history, self.num_computed = history, num_computed
         self.num_cached = num_cached  # prompt tokens found at its first lookup or while it was prefilled
         self.first_step = history[0].first_step if history else seq.added_step or 0
         self.last_step = max([phase.last_step or 0 for phase in history], default=self.first_step)
@@ -256,6 +263,33 @@ class RequestRow(ShownRow):
         reasons = [f"{ev.WAITING_WORDS[why]} {seconds_text(part)}" for why, part in _largest_first(self.waited_for)]
         waited = f"; it waited for: {', '.join(reasons)}" if reasons else ""
         return f"{seconds_text(self.total_s)}: {'; '.join(shown)}{waited}" if shown else "no step took part in it"
+
+
+@dataclass(slots=True)
+class CostRow:
+    """The tokens of a request, all its samples together."""
+
+    request_id: Annotated[str, "row"]
+    row_id: Annotated[str | None, "id"]
+    num_computed: Annotated[int, "tokens computed"] = 0
+    share: Annotated[Share, "of all"] = 0.0
+    num_prompt: Annotated[int, "prompt tokens"] = 0
+    num_cached: Annotated[int, "of these found"] = 0
+    num_output: Annotated[int, "generated"] = 0
+    num_recomputed: Annotated[int, "computed again"] = 0
+
+
+def costs(rows: Sequence[RequestRow]) -> list[CostRow]:
+    """What each request took, the costliest first. `rows`: all sequences of a run."""
+    found: dict[str, CostRow] = {}
+    num_computed = sum(row.num_computed for row in rows)
+    for row in rows:
+        cost = found.setdefault(row.request_id, CostRow(row.request_id, row.row_id))
+        cost.num_prompt += 0 if row.sample_index else row.num_prompt
+        for name in ("num_computed", "num_cached", "num_output", "num_recomputed"):
+            setattr(cost, name, getattr(cost, name) + getattr(row, name))
+        cost.share = cost.num_computed / max(1, num_computed)
+    return sorted(found.values(), key=lambda cost: -cost.num_computed)
 
 
 def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -327,7 +361,7 @@ class WholeRun(View):
         return Findings(facts, first)
 
     def _request(self, seq: SeqState, num_cached: int) -> RequestRow:
-        row = RequestRow(seq, self.timelines.phases[seq.seq_id], num_cached)
+        row = RequestRow(seq, self.timelines.phases[seq.seq_id], num_cached, self.timelines.num_computed[seq.seq_id])
         for phase in row.history:
             self._add_phase(row, phase)
         if seq.first_token_step is not None:

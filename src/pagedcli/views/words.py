@@ -112,7 +112,8 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
                 taken = f"{plural(event.blocks_hit, 'block')} ({plural(event.tokens_hit, 'token')})"
                 return f"reuse for {seq}: {taken} meanwhile computed by another sequence"
             verb = "admit" if event.reason == "new" else "resume"
-            return f"{verb} {seq}: {lookup_outcome(event)}"
+            taken = ", ".join(f"{count} {kind}" for kind, count in (event.blocks_taken or {}).items())
+            return f"{verb} {seq}: {lookup_outcome(event)}" + (f"; blocks: {taken}" if taken else "")
         case ev.BlockEvicted():
             needed = "" if event.for_seq_id is UNSET else f" for {seq_name(state, event.for_seq_id)}"
             return f"evict block {event.block_id} (hash {event.hash:016x}){needed}"

@@ -66,14 +66,15 @@ if (data.explain.salts.length) {
   $("salts-section").hidden = false;
   table("salts", data.explain.saltColumns.map(([, words, kind]) => [words, kind !== "text"]), data.explain.salts);
 }
-const lookupText = lookup => [lookup[10], lookup[11]].filter(Boolean).join(". ");
+const lookupPart = (lookup, wanted) => lookup[data.explain.lookupColumns.findIndex(([name]) => name === wanted)];
+const lookupText = lookup => [lookupPart(lookup, "why"), lookupPart(lookup, "divergence")].filter(Boolean).join(". ");
 const lookupColumns = data.explain.lookupColumns.map(([name, words, kind], place) => ({ name, words, number: kind !== "text", value: lookup => lookup[place] }));
 pagedTable("lookups", data.explain.lookups, [
   ...lookupColumns.filter(({ name }) => !["reason", "why", "divergence"].includes(name)),
   { words: "why it ended there", number: false, value: lookupText },
 ], {
   what: "lookups",
-  textOf: lookup => `${lookup[2]} seq ${lookup[1]} step ${lookup[0]} ${lookup[3]} ${lookup[9].replaceAll("_", " ")} ${lookupText(lookup)}`,
+  textOf: lookup => `${lookup[2]} seq ${lookup[1]} step ${lookup[0]} ${lookup[3]} ${lookupPart(lookup, "reason").replaceAll("_", " ")} ${lookupText(lookup)}`,
   note() {
     const left = data.explain.numLookups - data.explain.lookups.length;
     return left ? ` (${show(left)} that lost least are left out)` : "";

@@ -1,0 +1,109 @@
+"""Generation with and without a KV cache: the same tokens at several lengths of text, timed in turns."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import inf
+from typing import Annotated
+
+from pagedcli import runner
+from pagedcli.bench.throughput import measure
+from pagedcli.planning.cards import Roofline
+from pagedcli.planning.floors import StepFloor
+
+MOST_PASSES, MOST_S = 10, 30.0  # by default as many passes as fit into these seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRow:
+    """Generating the last tokens of a text: the mean of the passes and their standard deviation, None of one pass."""
+
+    length: Annotated[int, "tokens"]  # of the text with them
+    kv_cache: Annotated[str, "KV cache"]
+    ttft_ms: Annotated[float, "TTFT ms"]
+    ttft_deviation_ms: Annotated[float | None, "+-"]
+    tpot_ms: Annotated[float, "TPOT ms"]
+    tpot_deviation_ms: Annotated[float | None, "+-"]
+    total_s: Annotated[float, "total s"]
+    total_deviation_s: Annotated[float | None, "+-"]
+    formula_s: Annotated[float | None, "by formula s"]  # of what is computed, at the rate of the prompt
+    tokens_computed: int
+    gflop: Annotated[float, "GFLOP", "{:,.1f}".format]
+
+
+_Times = tuple[float, float, float]  # in seconds: of the first token, the mean of the later ones, of all
+
+
+def compare_cache(
+    engine: "runner.LLMEngine",
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    *,
+    repeat: int | None,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> tuple[list[CacheRow], bool]:
+    """Two rows for each prompt, with and without the cache, and whether both gave the same tokens. Prefix caching must
+    be off. `num_tokens` to generate, at least 2. `repeat`: passes; None: see MOST_PASSES."""
+    assert not engine.config.enable_prefix_caching, "prefix caching would defeat the comparison"
+    work = sum(map(len, prompts)) * num_tokens  # tokens of a pass, nearly
+    passes: list[list[tuple[_Times, _Times]]] = []  # with and without, by pass and prompt
+    num_passes, num_done, started_s, same = repeat or MOST_PASSES, 0, time.perf_counter(), True
+    while len(passes) < num_passes:
+        passes.append([])
+        for prompt in prompts:
+            whole = measure(engine, [prompt], [num_tokens])
+            text, times = list(prompt), list[float]()
+            for _ in range(num_tokens):
+                run = measure(engine, [text], [1])
+                times.append(run.wall_s)
+                text += run.token_ids[0]
+                num_done += len(prompt)
+                on_progress(num_done / (work * num_passes))
+            same = same and text[len(prompt) :] == whole.token_ids[0]
+            cached = whole.ttft_s, whole.tpot_s or 0.0, whole.wall_s
+            passes[-1].append((cached, (times[0], statistics.mean(times[1:]), sum(times))))
+        if repeat is None:
+            pass_s = (time.perf_counter() - started_s) / len(passes)
+            num_passes = max(len(passes), min(MOST_PASSES, int(MOST_S / pass_s)))
+    each = zip(prompts, zip(*passes, strict=True), strict=True)
+    return list(chain(*(_rows(engine, len(prompt), num_tokens, found) for prompt, found in each))), same
+
+
+def _rows(
+    engine: "runner.LLMEngine", num_prompt: int, num_tokens: int, found: Sequence[tuple[_Times, _Times]]
+) -> list[CacheRow]:
+    """The rows of a prompt. Without a cache each token is the first one after a longer prompt."""
+    decision, one_per_s = engine.decision, Roofline(inf, 1.0)  # with which seconds are FLOPs
+    floor = StepFloor.of(decision.own, decision.footprint, one_per_s, kv_dtype=decision.plan.kv_dtype)
+    ends = range(num_prompt, num_prompt + num_tokens)
+    prompt = floor.seconds([(0, num_prompt)], 1)
+    again = sum(floor.seconds([(0, end)], 1) for end in ends)
+    once = prompt + sum(floor.seconds([(end - 1, 1)], 1) for end in ends[1:])
+    rows = []
+    for place, (way, num_computed, flops) in enumerate((("with", ends[-1], once), ("without", sum(ends), again))):
+        ttft, tpot, total = zip(*(each[place] for each in found), strict=True)
+        formula_s = statistics.mean(cached[0] for cached, _ in found) * again / prompt if place else None
+        means = (*_mean(ttft, 1e3), *_mean(tpot, 1e3), *_mean(total, 1.0))
+        rows.append(CacheRow(ends[-1] + 1, way, *means, formula_s, num_computed, flops / 1e9))
+    return rows
+
+
+def _mean(values: Sequence[float], unit: float) -> tuple[float, float | None]:
+    """The mean of these seconds and their standard deviation."""
+    return unit * statistics.mean(values), unit * statistics.stdev(values) if len(values) > 1 else None
+
+
+def said_of(rows: Sequence[CacheRow], num_tokens: int) -> str:
+    """What the cache saves, in a sentence."""
+    (cached, without), *shorter = list(zip(rows[::2], rows[1::2], strict=True))[::-1]
+    others = "".join(f", {slow.total_s / fast.total_s:.1f} up to {fast.length:,}" for fast, slow in shorter)
+    instead, long = (
+        f"{row.total_s:.3g}{'' if row.total_deviation_s is None else f' +- {row.total_deviation_s:.2g}'} s"
+        for row in (cached, without)
+    )
+    return (
+        f"Without a KV cache the last {num_tokens} of {cached.length:,} tokens take"
+        f" {without.total_s / cached.total_s:.1f} times as long ({long} instead of {instead}){others}."
+    )
