@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_harness import FAST, pagedcli, rows_of, with_keys, write_rows
+from cli_harness import FAST, pagedcli, rows_of, write_rows
 from harness.engine import comparable_rows
 
 CHAT = {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}}
@@ -46,12 +46,10 @@ def test_equal_rows_are_taken_over_and_the_output_is_that_of_a_whole_run(folder,
     assert "8 of 8" in pagedcli("verify", folder / f"{old}.{new}", folder / f"plain.{new}", "--keep", "label").stdout
     if new == "jsonl":
         assert comparable_rows(folder / "jsonl.jsonl") == comparable_rows(folder / "plain.jsonl")
-    assert "(7 of them" in generate(folder, "again.jsonl", "--overwrite", "--reuse", folder / "plain.jsonl")
 
 
 def test_other_settings_reuse_nothing_and_are_named(folder, tmp_path):
-    flags = with_keys(tmp_path, sampling__top_p=0.5)
-    said = generate(tmp_path, "out.jsonl", *flags, "--reuse", folder / "old.jsonl")
+    said = generate(tmp_path, "out.jsonl", "--top-p", "0.5", "--reuse", folder / "old.jsonl")
     assert "is reused, as settings differ; sampling.top_p: 1.0 -> 0.5\n" in said
     assert "earlier outputs" not in said
 

@@ -247,4 +247,4 @@ def _row_format(job: Job, lines: LineSource, columns: Columns) -> JsonLines | Cs
         raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
     if run.order == "completion":
         raise UsageError("a Parquet output is in the order of the input", hint="leave out --order completion")
-    return ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns)
+    return ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns, by_sample=run.sample_rows)

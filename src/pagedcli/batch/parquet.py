@@ -156,6 +156,7 @@ class ParquetRows:
     carried: ParquetSource | None = None  # None: the rows' index, id and copied columns
     columns: Columns = field(default_factory=Columns)
     marked: frozenset[str] | None = None  # columns about reasoning and calls, in every part; None: as the rows have
+    by_sample: bool = False  # whether each sample has a row of its own
 
     @property
     def carried_names(self) -> list[str]:
@@ -173,7 +174,7 @@ class ParquetRows:
         """The columns of the input that the output has, each with its name there: another one where answers have it."""
         names = self.carried_names
         may_score = SCORES if {"continuations", "logprobs_from"} & set(names) else frozenset()
-        taken = set(answer_schema(self.columns, self.columns.marked | may_score).names)
+        taken = set(self._schema(self.columns.marked | may_score).names)
         return {name: f"input_{name}" if name in taken else name for name in names}
 
     def write(self, file: BinaryIO, rows: NumberedRows) -> str:
@@ -198,15 +199,32 @@ class ParquetRows:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         own = [("index", pa.int64()), ("id", pa.string())]
         kept = _kept_schema((row for _, row in rows()), self.columns, marked)
-        schema = pa.schema([*own, *kept, *answer_schema(self.columns, marked)])
+        schema = pa.schema([*own, *kept, *self._schema(marked)])
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
-            yield columns_of(self._cells(some), schema), schema.names
+            yield columns_of([line for lines in self._cells(some) for line in lines], schema), schema.names
             num_groups += 1
 
-    def _cells(self, rows: Iterable[tuple[int, bytes]]) -> list[dict[str, Any]]:
+    def _schema(self, marked: frozenset[str]) -> Any:
+        found = answer_schema(self.columns, marked)
+        if not self.by_sample:
+            return found
+        return pa.schema([("sample", pa.int32()), *(each for each in found if each.name != "outputs")])
+
+    def _cells(self, rows: Iterable[tuple[int, bytes]]) -> list[list[dict[str, Any]]]:
+        """The lines of each row. With several, `usage` and `metrics` are on the first one."""
         answer = self.columns.answer
-        return [cells_of(WrittenRow.of(row, answer, index), answer) for index, row in rows]
+        found = [cells_of(WrittenRow.of(row, answer, index), answer) for index, row in rows]
+        if not self.by_sample:
+            return [[cells] for cells in found]
+        rest = {"usage": None, "metrics": None}
+        return [
+            [
+                cells | (rest if place else {}) | sample | {"sample": place, "index": cells["index"]}
+                for place, sample in enumerate(cells.get("outputs") or [{}])
+            ]
+            for cells in found
+        ]
 
     def _carried_groups(
         self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]
@@ -223,10 +241,15 @@ class ParquetRows:
         yield self._joined(pa.Table.from_batches(waiting, schema), rows, marked)
 
     def _joined(self, carried: Any, rows: Iterator[tuple[int, bytes]], marked: frozenset[str]) -> _Group:
-        schema = answer_schema(self.columns, marked)
+        schema = self._schema(marked)
         answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
-        return [*carried.columns, *columns_of(answers, schema)], [*self.carried_as.values(), *schema.names]
+        if self.by_sample:
+            carried = carried.take(pa.array([place for place, lines in enumerate(answers) for _ in lines], pa.int64()))
+        return [*carried.columns, *columns_of([line for lines in answers for line in lines], schema)], [
+            *self.carried_as.values(),
+            *schema.names,
+        ]
 
 
 def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]) -> Any:

@@ -117,6 +117,8 @@ def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
             "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --reuse, --shard or --verify"
         )
     run = job.loaded.config.run
+    if run.sample_rows:
+        raise UsageError("--ray cannot be combined with run.sample_rows")
     if run.deduplicate:
         raise UsageError("--ray cannot be combined with --deduplicate: equal rows may be in different parts")
     if run.order != "input" or run.reorder != "none" or run.read_ahead is not None:
