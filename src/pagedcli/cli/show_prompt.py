@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.line_sample import sample_lines
-from pagedcli.batch.lines import Line
+from pagedcli.batch.lines import Line, copied
 from pagedcli.batch.prompts import limits_without_pool, open_prompts, open_source, open_tokenizer
-from pagedcli.batch.requests import BatchRow, RequestParser, RowPrompt, decode_line, request_of
-from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.requests import BatchRow, decode_line, request_of
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.models.hub import model_folder
@@ -35,7 +35,7 @@ def show_prompt(loaded: LoadedConfig, input_name: str, number: int, format_: For
     """Print the first prompt of the row in a line. Raises: UsageError, ModelError."""
     engine, folder = loaded.config.engine, model_folder(loaded.config.engine)
     limits = limits_without_pool(engine, read_spec(folder, trust_remote_code=engine.trust_remote_code))
-    columns = Columns.of(loaded.config.run)
+    columns, input_name = Columns.of(loaded.config.run), str(copied(Path(input_name)))
     tokenizer, source = open_tokenizer(loaded.config, folder), open_source(input_name, columns)
     line = next((line for line in source if line.number == number), None)
     if line is None:
@@ -45,52 +45,42 @@ def show_prompt(loaded: LoadedConfig, input_name: str, number: int, format_: For
         found = open_prompts(loaded, input_name, folder, limits, lines=lines, tokenizer=tokenizer)
         return (row for row in found if row is not None)
 
-    parser = RequestParser(loaded.config.sampling)
-
     def num_added(row: BatchRow) -> int:
-        return num_tokens(row.prompts) - num_own_tokens(row, parser, columns, tokenizer) if row.prompts else 0
+        texts = own_texts(row.line, columns) if row.prompts else []
+        own = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return sum(len(prompt.token_ids) for prompt in row.prompts) - own if texts else 0
 
     row = next(rows([line]))
     if row.error is not None:
         raise UsageError(f"line {number:,}: {row.error.message}", hint=row.error.hint)
     sample = sample_lines(source)
-    of_rows = [num_added(each) for each in rows(sample or source)]
+    of_rows, added = [num_added(each) for each in rows(sample or source)], num_added(row)
     to_all = sum(of_rows) if sample is None else round(sample.about(of_rows).value)
     ids, special = [each for prompt in row.prompts for each in prompt.token_ids], set(tokenizer.special_token_ids)
-    parts = (
-        (mark, tokenizer.decode([*some], skip_special_tokens=False))
-        for mark, some in groupby(ids, special.__contains__)
-    )
-    text = "".join(f"⟦{part}⟧" if is_special else part for is_special, part in parts)
-    facts = {
-        "line": number,
-        "text": text,
-        "num_tokens": len(ids),
-        "num_added": num_added(row),
-        "num_added_to_all": to_all,
-    }
+    text = ""
+    for is_special, some in groupby(ids, special.__contains__):
+        part = tokenizer.decode([*some], skip_special_tokens=False)
+        text += f"⟦{part}⟧" if is_special else part
+    facts = {"line": number, "text": text, "num_tokens": len(ids), "num_added": added, "num_added_to_all": to_all}
     if format_ is Format.TABLE:
-        own = (
-            f"{len(ids) - num_added(row):,} of its own and {num_added(row):,} that chat template and system prompt add"
-        )
+        of_line = f"{len(ids) - added:,} of its own and {added:,} that chat template and system prompt add"
         about = "" if sample is None else "about "
-        print_sentences([f"Line {number:,} is {plural(len(ids), 'token')}: {own} ({about}{to_all:,} to all rows)."])
+        print_sentences([f"Line {number:,} is {plural(len(ids), 'token')}: {of_line} ({about}{to_all:,} to all rows)."])
         print(f"\n{printable(text)}\n")
     shown = [PromptToken(place, each, tokenizer.token_text(each), each in special) for place, each in enumerate(ids)]
     most = None if all_tokens else _MOST_SHOWN
     print_tables([table(PromptToken, "tokens", "Tokens", shown, max_shown=most)], format_, facts=facts)
 
 
-def num_tokens(prompts: list[RowPrompt]) -> int:
-    return sum(len(prompt.token_ids) for prompt in prompts)
+def own_texts(line: Line, columns: Columns) -> list[str]:
+    """The texts of the prompts or messages of a line; none of token ids."""
+    asked = request_of(decode_line(line.content), columns)
+    asked = asked.get("body", asked)
+    return _texts(asked.get("messages", asked.get("prompt")))
 
 
-def num_own_tokens(row: BatchRow, parser: RequestParser, columns: Columns, tokenizer: Tokenizer) -> int:
-    """The tokens of the texts that a line itself has."""
-    asked = BatchRow(row.line, shape=row.shape)
-    parser.parse(request_of(decode_line(row.line.content), columns), asked)
-    contents = [each["content"] or "" for prompt in asked.prompts for each in prompt.messages or ()]
-    contents += [prompt.text for prompt in asked.prompts if prompt.text is not None]
-    texts = [each if isinstance(each, str) else "".join(part["text"] for part in each) for each in contents]
-    own = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-    return own + num_tokens(asked.prompts)
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [text for each in value for text in _texts(each)]
+    text = value.get("content", value.get("text")) if isinstance(value, dict) else value
+    return _texts(text) if isinstance(text, list) else [text] * isinstance(text, str)
