@@ -174,7 +174,7 @@ class ParquetRows:
         """The columns of the input that the output has, each with its name there: another one where answers have it."""
         names = self.carried_names
         may_score = SCORES if {"continuations", "logprobs_from"} & set(names) else frozenset()
-        taken = set(self._schema(self.columns.marked | may_score).names)
+        taken = {"sample", *answer_schema(self.columns, self.columns.marked | may_score).names}
         return {name: f"input_{name}" if name in taken else name for name in names}
 
     def write(self, file: BinaryIO, rows: NumberedRows) -> str:

@@ -97,7 +97,9 @@ def verify(
     a, *others = files
     if not others or (logits and len(others) > 1):
         raise UsageError(f"{'--logits compares' if others else 'verify needs'} two outputs, got {len(files)}")
-    _check_files(*files)
+    if (wrong := next((path for path in files if not path.is_file()), None)) is not None:
+        what = f"{wrong} is not a file of rows" if wrong.exists() else f"there is no {wrong}"
+        raise UsageError(what, hint="pagedcli merge joins the parts of a --ray run" if wrong.exists() else None)
 
     def rows(path: Path) -> Iterator[ComparedRow]:
         return read_rows(path, answer=output_field, by_order=by_order, target=keep)
@@ -111,15 +113,6 @@ def verify(
             each.add(*both)
     _print_comparisons(files, found, format_)
     raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
-
-
-def _check_files(*paths: Path) -> None:
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"there is no {path}", hint="verify compares outputs of pagedcli generate or merge")
-        if not path.is_file():
-            hint = "pagedcli merge joins the parts of a --ray run"
-            raise UsageError(f"cannot compare {path}: this is not a file of rows", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
