@@ -80,7 +80,8 @@ def own_texts(line: Line, columns: Columns) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return _texts(value.get("content", value.get("text")))
     if isinstance(value, list):
         return [text for each in value for text in _texts(each)]
-    text = value.get("content", value.get("text")) if isinstance(value, dict) else value
-    return _texts(text) if isinstance(text, list) else [text] * isinstance(text, str)
+    return [value] if isinstance(value, str) else []
