@@ -3,12 +3,17 @@
 import csv
 import json
 import os
+import re
 import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
 from cli_harness import FAST, pagedcli, rows_of
 
+from pagedcli.batch.job import Job
+from pagedcli.cli.session import run_job
+from pagedcli.config import load_config
 from pagedcli.printable import byte_text, percent_text
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
@@ -38,6 +43,23 @@ def test_a_second_run_reads_what_the_first_wrote_and_gives_the_same_rows(runs):
     assert [each["disk_cached_tokens"] for each in details(folder / "a")] == [0] * 6
     assert [each["disk_cached_tokens"] for each in details(folder / "b")] == [160, 0, 0, 0, 0, 0]
     assert [row["text"] for row in rows_of(folder / "a")] == [row["text"] for row in rows_of(folder / "b")]
+
+
+def test_a_second_run_without_a_store_says_why_it_was_not_faster(runs, tmp_path, capsys):
+    folder = runs[0]
+
+    def told_by(output, **flags):
+        flags = {f"engine.{name}": value for name, value in flags.items()} | {"sampling.max_tokens": 3}
+        job = Job(load_config(None, flags), str(folder / "in.jsonl"), output, overwrite=True)
+        assert run_job(job, clock_ns=count(step=10**9).__next__) == 0  # a second per look at it
+        return " ".join(re.findall(r"The run of .* computed here\.", capsys.readouterr().err.replace("\n", " ")))
+
+    assert told_by(tmp_path / "first") == ""
+    told = told_by(tmp_path / "first")
+    assert told.startswith(f"The run of {tmp_path / 'first'} had the same prompts, but its KV cache ended with it: ")
+    assert "--prefix-store DIR keeps what prompts share, up to 160 of the " in told
+    assert told_by(tmp_path / "second", prefix_store=str(tmp_path / "store")) == ""
+    assert told_by(tmp_path / "third", dtype="float32") == ""
 
 
 def test_its_trace_is_lawful_and_explained(runs):

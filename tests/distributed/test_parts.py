@@ -116,6 +116,9 @@ def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single,
     assert folder.missing() == list(range(1, folder.manifest.num_parts))
     with pytest.raises(UsageError, match=r"15 of 16 parts.*are not done"):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
+    late = Worker(folder.path, load_config(None, FLAGS | {"run.max_time": "0.000001s"}))
+    assert not any(late.run_part(number) for number in folder.missing())
+    assert late.stats.facts.num_steps == 0
     make_parts(folder, loaded)
     merge_parts(folder.path, tmp_path / "merged.jsonl")
     assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")

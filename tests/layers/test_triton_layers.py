@@ -81,21 +81,22 @@ def test_what_is_added_may_be_normed_and_multiplied_first_and_the_sum_after(norm
         (4, 4, 24, 0, "all", (torch.float32, torch.float32), {}),
         (6, 3, 24, 16, "heads", (torch.float32, torch.float32), {"interleaved": True}),
         (4, 1, 32, 32, None, (torch.float16, torch.float16), {"interleaved": True, "scaled": True}),
+        (1, 1, 8, 8, None, (torch.float32, torch.float32), {"num_tokens": 0}),
     ],
     ids=str,
 )
 def test_rotate_and_store_equals_split_heads_and_write(
     num_heads, num_kv_heads, head_dim, rotated, norm, dtypes, options
 ):
-    num_tokens, block_size, num_blocks, dtype = 5, 16, 3, dtypes[0]
+    num_tokens, block_size, num_blocks, dtype = options.get("num_tokens", 5), 16, 3, dtypes[0]
     qkv = noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     weight = (noise(num_heads + num_kv_heads, head_dim, dtype=dtypes[1], seed=3), 1e-6) if norm else None
     angles = noise(40, rotated // 2, seed=4) * 3
     table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype) if rotated else None
     scales = noise(40, dtype=dtype, seed=5) if options.get("scaled") else None
     interleaved = "interleaved" in options
-    positions = torch.tensor([0, 7, 39, 7, 20])
-    slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
+    positions = torch.tensor([0, 7, 39, 7, 20])[:num_tokens]
+    slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)[:num_tokens]
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     q = triton_layers.rotate_and_store(
@@ -119,15 +120,3 @@ def test_rotate_and_store_equals_split_heads_and_write(
                 torch.testing.assert_close(by_slot[slot], values[token], **tolerance)
         untouched = [slot for slot in range(num_blocks * block_size) if slot not in slots.tolist()]
         assert by_slot[untouched].isnan().all()
-
-
-@interpreted
-def test_no_tokens_touch_nothing():
-    cache = torch.full((1, 1, 16, 8), float("nan"))
-    none = torch.empty(0, dtype=torch.int64)
-    q = triton_layers.rotate_and_store(
-        torch.empty(0, 24), 1, 1, norm=None, table=torch.ones(4, 8), positions=none, slots=none.int(),
-        k_cache=cache, v_cache=cache,
-    )  # fmt: skip
-    assert q.shape == (0, 1, 8)
-    assert cache.isnan().all()

@@ -47,6 +47,8 @@ def packed(bits, group_size, **more):
 GEMMA3 = ("Gemma3ForCausalLM", "gemma3_text")
 GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 LLAMA = ("LlamaForCausalLM", "llama", 128256, 4096, 14336, 32, 8, 128)
+GPT_OSS = ("GptOssForCausalLM", "gpt_oss", 201088, 2880, 2880, 64, 8, 64)
+QWEN3_30B = ("Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128)
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 MIXED = ["linear_attention", "full_attention"]
 DELTA = {
@@ -98,26 +100,20 @@ MODELS = {
         query_pre_attn_scalar=256,
     ),
     "phi-3-mini": model("Phi3ForCausalLM", "phi3", 32064, 3072, 8192, 32, 32, 96),
-    "qwen3-30b-a3b": model("Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128, **EXPERTS),
+    "qwen3-30b-a3b": model(*QWEN3_30B, **EXPERTS),
     "mixtral": model(
         "MixtralForCausalLM", "mixtral", 32000, 4096, 14336, 32, 8, 128, num_local_experts=8, num_experts_per_tok=2
     ),
-    "gpt-oss-20b": model(
-        "GptOssForCausalLM", "gpt_oss", 201088, 2880, 2880, 64, 8, 64, **LAYERS, num_local_experts=32,
-        num_experts_per_tok=4,
-    ),
+    "gpt-oss-20b": model(*GPT_OSS, **LAYERS, num_local_experts=32, num_experts_per_tok=4),
     "gpt-oss-20b mxfp4": model(
-        "GptOssForCausalLM", "gpt_oss", 201088, 2880, 2880, 64, 8, 64, **LAYERS, num_local_experts=32,
-        num_experts_per_tok=4, quantization_config={"quant_method": "mxfp4"},
+        *GPT_OSS, **LAYERS, num_local_experts=32, num_experts_per_tok=4, quantization_config={"quant_method": "mxfp4"}
     ),
     "llama-3-8b gptq 128": model(*LLAMA, **packed(4, 128)),
     "llama-3-8b gptq 64": model(*LLAMA, **packed(4, 64)),
     "llama-3-8b gptq 32": model(*LLAMA, **packed(4, 32)),
     "llama-3-8b gptq channel": model(*LLAMA, **packed(4, -1)),
     "llama-3-8b gptq 8 bits": model(*LLAMA, **packed(8, 128)),
-    "qwen3-30b-a3b gptq": model(
-        "Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128, **EXPERTS, **packed(4, 128)
-    ),
+    "qwen3-30b-a3b gptq": model(*QWEN3_30B, **EXPERTS, **packed(4, 128)),
     "llama-3-8b awq": model(*LLAMA, **packed(4, 128, quant_method="awq", version="gemm", zero_point=True)),
 }  # fmt: skip
 HEADS = {**LAYERS, **GELU, "global_head_dim": 512}
@@ -150,7 +146,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 CHANNELS = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
 FP8_MODELS = {
     "llama-3-8b fp8": model(*LLAMA, **CHANNELS),
-    "qwen3-30b-a3b fp8": model("Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128, **EXPERTS, **FP8),
+    "qwen3-30b-a3b fp8": model(*QWEN3_30B, **EXPERTS, **FP8),
 }
 
 

@@ -1,6 +1,7 @@
 """The requests that a run has served, kept while it runs, so that its end can be simulated with other settings."""
 
 from array import array
+from collections import Counter
 
 from pagedcli import answers
 from pagedcli.batch.requests import BatchRow, RowPrompt
@@ -8,7 +9,7 @@ from pagedcli.core.admission import admit
 from pagedcli.core.plan import Plan
 from pagedcli.planning.prompt_sample import PromptSample
 from pagedcli.planning.step_time import TimeKey, load_step_time
-from pagedcli.simulation.requests import Request, Requests, RowOutput, request_of
+from pagedcli.simulation.requests import Request, Requests, RowOutput, block_keys, request_of
 
 _MOST_DRAWN, _MOST_DRAWN_TOKENS = 2_000, 2**19  # prompts kept to find where they diverge: seconds at the end of a run
 _MOST_TOKENS = 2**22  # kept, at 8 bytes each
@@ -48,6 +49,12 @@ class ServedRequests:
             self._requests[row.number].append(
                 request_of(prompt.result.request_id, prompt, row.cache_salt, max_tokens, output)
             )
+
+    def num_shared_tokens(self, block_size: int) -> int:
+        """Prompt tokens of the full blocks with which several requests begin, each block counted once."""
+        requests = [each for of_row in self._requests.values() for each in of_row]
+        keys = Counter(key for each in requests for key in block_keys(each, None, block_size))
+        return block_size * sum(count > 1 for count in keys.values())
 
     @property
     def has_all(self) -> bool:

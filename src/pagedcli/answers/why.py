@@ -153,9 +153,9 @@ class ExplainedLookup(LookupRow):
         " evicted_block_id evicted_for num_more_blocks partial_tokens disk_tokens blocks_taken divergence",
         "table": "step seq_id label kind num_tokens blocks_asked tokens_hit blocks_taken ideal_tokens_hit"
         " first_miss lost_tokens why",
-        "page": "step seq_id label kind num_tokens blocks_asked tokens_hit blocks_shared blocks_revived blocks_fresh"
-        " ideal_tokens_hit reason why divergence",
-        "nowhere": "own missing_hash miss_reason shared_tokens",
+        "page": "step seq_id label kind num_tokens blocks_asked tokens_hit blocks_taken ideal_tokens_hit reason why"
+        " divergence",
+        "nowhere": "own missing_hash miss_reason shared_tokens blocks_shared blocks_revived blocks_fresh",
     }
 
     step: int | None

@@ -19,6 +19,7 @@ from pagedcli.batch.journal import (
     RunRecord,
     check_finished,
     check_output,
+    earlier_output,
     is_to_be_replaced,
     open_journal,
     output_files,
@@ -133,6 +134,7 @@ class OpenJob:
         deduplicate = job.loaded.config.run.deduplicate
         self._known = KnownRows(keeps_own=deduplicate) if deduplicate or job.reuse else None
         self.sample = RowSample(job.num_verified)
+        self.earlier: Path | None = None  # the output of an earlier run with the same prompts and model, if known
         self._num_rows: int | None = None  # rows of the output; None: unknown
         self._read: InputScan | None = None  # the rows up to the limit, if they have been read
         self._tokenizer: Tokenizer | None = None
@@ -185,6 +187,8 @@ class OpenJob:
             stream = stdout if job.output is None else job.output.open("wb")
             return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
         assert self._tokenizer is not None, "load_tokenizer comes first"
+        if self._read is not None and not job.resume:
+            self.earlier = earlier_output(job.output_file, self._read, self._fingerprint)
         fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
         journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
         return FileSink(job.output_file, journal, order=order, rows_format=self._format)

@@ -25,7 +25,7 @@ from typing import Annotated, BinaryIO, Literal
 import msgspec
 import xxhash
 
-from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
+from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run, settings_that_differ
 from pagedcli.batch.lines import InputDigest, InputScan, LineSource
 from pagedcli.batch.rows import NOT_A_ROW, reasons_of
 from pagedcli.errors import PagedcliError, UsageError
@@ -373,6 +373,18 @@ def read_record(path: Path) -> RunRecord:
     if re.fullmatch(r"[1-9]\d{0,8}/[1-9]\d{0,8}", record.shard) is None:
         raise UsageError(f"{described} does not describe a run: shard is {record.shard!r}")
     return record
+
+
+def earlier_output(path: Path, read: InputScan, fingerprint: dict[str, str]) -> Path | None:
+    """An output in the same folder, or the one that is to be replaced, whose run had the same prompts and model."""
+    of_answers = frozenset(name for name in fingerprint if name.startswith(("sampling.", "seed", "input")))
+    for each in path.parent.glob("*.run.json"):
+        with suppress(UsageError):
+            record = read_record(output := each.with_name(each.name.removesuffix(".run.json")))
+            differ = settings_that_differ(record.fingerprint, fingerprint, apart_from=of_answers)
+            if record.input == read and not differ:
+                return output
+    return None
 
 
 def open_rows(path: Path) -> BinaryIO:

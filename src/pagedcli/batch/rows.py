@@ -388,8 +388,9 @@ def _answers(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | N
     """What the row has of usage and answers, its error, and each answer."""
     body = (fields.get("response") or {}).get("body") or fields
     error = fields["error"] or body.get("error")  # OpenAI's failed requests have it in the body
-    answers = fields.get("outputs") or [fields] if body is fields else body.get("choices") or []
-    return body, error, [] if error is not None else answers
+    # a plain row may have a copied column `choices`
+    answers = fields.get("outputs") or [fields] if body is fields else body.get("choices") or [body]
+    return body, error, answers if error is None else []
 
 
 def reasons_of(fields: dict[str, Any]) -> list[str]:

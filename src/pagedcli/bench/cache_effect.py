@@ -28,9 +28,8 @@ class CacheRow:
     tpot_deviation_ms: Annotated[float | None, "+-"]
     total_s: Annotated[float, "total s"]
     total_deviation_s: Annotated[float | None, "+-"]
-    formula_s: Annotated[float | None, "by formula s"]  # of what is computed, at the rate of the prompt
-    tokens_computed: int
-    gflop: Annotated[float, "GFLOP", "{:,.1f}".format]
+    formula_s: Annotated[float | None, "formula s"]  # of what is computed, at the rate of the prompt
+    tokens_computed: Annotated[int, "computed"]
 
 
 _Times = tuple[float, float, float]  # in seconds: of the first token, the mean of the later ones, of all
@@ -42,7 +41,7 @@ def compare_cache(
     num_tokens: int,
     *,
     repeat: int | None,
-    on_progress: Callable[[float], None] = lambda share: None,
+    on_progress: Callable[[float], None],
 ) -> tuple[list[CacheRow], bool]:
     """Two rows for each prompt, with and without the cache, and whether both gave the same tokens. Prefix caching must
     be off. `num_tokens` to generate, at least 2. `repeat`: passes; None: see MOST_PASSES."""
@@ -78,15 +77,15 @@ def _rows(
     decision, one_per_s = engine.decision, Roofline(inf, 1.0)  # with which seconds are FLOPs
     floor = StepFloor.of(decision.own, decision.footprint, one_per_s, kv_dtype=decision.plan.kv_dtype)
     ends = range(num_prompt, num_prompt + num_tokens)
-    prompt = floor.seconds([(0, num_prompt)], 1)
-    again = sum(floor.seconds([(0, end)], 1) for end in ends)
-    once = prompt + sum(floor.seconds([(end - 1, 1)], 1) for end in ends[1:])
+    prompts = [floor.seconds([(0, end)], 1) for end in ends]
+    formula_s = statistics.mean(cached[0] for cached, _ in found) * sum(prompts) / prompts[0]
     rows = []
-    for place, (way, num_computed, flops) in enumerate((("with", ends[-1], once), ("without", sum(ends), again))):
-        ttft, tpot, total = zip(*(each[place] for each in found), strict=True)
-        formula_s = statistics.mean(cached[0] for cached, _ in found) * again / prompt if place else None
+    for way, formula, num_computed, times in zip(
+        ("with", "without"), (None, formula_s), (ends[-1], sum(ends)), zip(*found, strict=True), strict=True
+    ):
+        ttft, tpot, total = zip(*times, strict=True)
         means = (*_mean(ttft, 1e3), *_mean(tpot, 1e3), *_mean(total, 1.0))
-        rows.append(CacheRow(ends[-1] + 1, way, *means, formula_s, num_computed, flops / 1e9))
+        rows.append(CacheRow(ends[-1] + 1, way, *means, formula, num_computed))
     return rows
 
 

@@ -39,7 +39,6 @@ _CACHES: dict[str, Callable[[int, Limits, Emit | None], Cache]] = {
     "paged": make_cache,
 }
 _FOR_BLOCKS = ("free_blocks", "preemption")  # what the first in the queue waits for
-_SHARES = 1.05  # times: less is not said to be due to sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,8 @@ class ReservationRow:
     ran at once, and the shares of all steps."""
 
     kv_cache: Annotated[str, "KV cache"]
-    at_once: Annotated[float, "at once", "{:,.1f}".format]  # sequences that run
-    most: int  # of these
+    at_once: Annotated[float, "sequences", "{:,.1f}".format]  # that run at once
+    most: Annotated[int, "most sequences"]
     tokens: Annotated[Share, "holds tokens"]  # shares of the pool from here on
     reserved: Annotated[Share, "reserved"]  # for tokens that come later
     internal: Annotated[Share, "internal"]  # reserved for tokens that never come
@@ -103,8 +102,8 @@ class _Core(EngineCore):
     """An engine over the executor of another, with a cache of its own."""
 
     def __init__(self, engine: "runner.LLMEngine", num_blocks: int, kv_cache: str) -> None:
-        limits = replace(engine.limits, num_blocks=num_blocks)
-        super().__init__(replace(engine.plan, limits=limits), engine.executor, make_cache=_CACHES[kv_cache])
+        plan = replace(engine.plan, limits=replace(engine.limits, num_blocks=num_blocks), speculation="off")
+        super().__init__(plan, engine.executor, make_cache=_CACHES[kv_cache])
         self.spec = engine.spec
 
     def _admitted(
@@ -121,7 +120,7 @@ def compare_caches(
     lines: Items[Line],
     options: BatchOptions,
     *,
-    on_progress: Callable[[float], None] = lambda share: None,
+    on_progress: Callable[[float], None],
 ) -> tuple[list[ReservationRow], BatchStats]:
     """Serve the lines of a file with each kind of cache. Returns a row for each, and the counts of the last run."""
     tokenizer, rows = open_tokenizer(options.config, engine.model_path), list[ReservationRow]()
@@ -137,22 +136,21 @@ def compare_caches(
         stats = run.run().stats
         if stats.num_failed == stats.num_done:
             raise UsageError(f"there is no prompt to serve: {stats.first_failed or 'the input is empty'}")
-        slots, facts = watch.num_steps * num_blocks * engine.limits.block_size, stats.facts
-        held = (watch.num_held - watch.num_unfilled, watch.num_unfilled - watch.num_never, watch.num_never)
+        slots = watch.num_steps * num_blocks * engine.limits.block_size
+        held = watch.num_held - watch.num_unfilled, watch.num_unfilled - watch.num_never, watch.num_never
         tokens, reserved, internal, external = (each / slots for each in (*held, watch.num_free))
         at_once = watch.num_running / watch.num_steps if watch.waits else watch.most
-        speed = facts.num_generated_tokens / stats.elapsed_s, facts.num_preemptions, stats.elapsed_s
+        speed = stats.facts.num_generated_tokens / stats.elapsed_s, stats.facts.num_preemptions, stats.elapsed_s
         rows.append(ReservationRow(kv_cache, at_once, watch.most, tokens, reserved, internal, external, *speed))
     return rows, stats
 
 
 def said_of(rows: Items[ReservationRow]) -> str:
     """How many more requests pages hold, and what of that is due to sharing, in a sentence."""
-    model, own, unshared, paged = rows
-    sharing = paged.at_once / unshared.at_once
+    paged = rows[-1].at_once
+    model, own, unshared = (f"{paged / row.at_once:.1f} times as many" for row in rows[:-1])
+    sharing = f" Sharing alone makes it {unshared}." if paged > 1.05 * rows[2].at_once else ""
     return (
-        f"Paged holds {paged.at_once / own.at_once:.1f} times as many sequences at once as reserving each request's own"
-        f" limit ({paged.at_once:,.1f} to {own.at_once:,.1f}), {paged.at_once / model.at_once:.1f} times as many as"
-        f" reserving the model's length ({model.at_once:,.1f})."
-        + (f" Sharing alone makes it {sharing:.1f} times as many." if sharing >= _SHARES else "")
+        f"Paged holds {own} sequences at once as reserving each request's own limit ({paged:,.1f} to"
+        f" {rows[1].at_once:,.1f}), {model} as reserving the model's length ({rows[0].at_once:,.1f}).{sharing}"
     )

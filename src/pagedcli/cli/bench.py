@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -167,7 +168,6 @@ def cache(
     Examples:
       pagedcli bench cache
       pagedcli bench cache -m ./Qwen3-0.6B --lengths 128,512 --repeat 2
-      pagedcli bench cache --lengths 2000 --output-len 1000 --repeat 1
 
     Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
@@ -201,11 +201,8 @@ def cache(
 def _curve(rows: Sequence[CacheRow]) -> list[str]:
     """The time per token in characters, with straight lines between the measured lengths."""
     lengths, least = [row.length for row in rows[::2]], 0.1 * max(row.tpot_ms for row in rows)
-
-    def tpot_ms(place: int) -> Callable[[float], float]:
-        return partial(np.interp, xp=lengths, fp=[max(least, row.tpot_ms) for row in rows[place::2]])
-
-    curves = {":": tpot_ms(1), "#": tpot_ms(0)}
+    shown = [max(least, row.tpot_ms) for row in rows]
+    curves = {mark: partial(np.interp, xp=lengths, fp=shown[place::2]) for mark, place in ((":", 1), ("#", 0))}
     return curve_lines(curves, lengths[0], lengths[-1], unit="ms", label=lambda length: f"{length:,.0f} tokens")
 
 
@@ -222,8 +219,8 @@ def reservation(
 
     Reserving gives each request its maximum length in advance, as one contiguous piece of the same pool: the model's
     length, or its prompt and max_tokens. Waste is reserved (for tokens that come later), internal (for tokens that
-    never come) and external (free, but in no piece that is large enough). The pool has room for four requests of the
-    model's length, unless its size is given.
+    never come) and external (free, but in no piece that is large enough), on average over the steps in which requests
+    wait for blocks. The pool has room for four requests of the model's length, unless its size is given.
 
     \b
     Examples:
@@ -242,15 +239,14 @@ def reservation(
             num_blocks = min(num_blocks, _MODEL_LENGTHS * blocks_for(limits.max_model_len, limits.block_size))
         options = batch_options(loaded, Columns.of(loaded.config.run))
         generate(engine, [[0]], [2])  # warm-up
-        lines = list(open_source(prompts, options.columns))
+        lines = list(islice(open_source(prompts, options.columns), loaded.config.run.limit))
         rows, stats = compare_caches(engine, num_blocks, lines, options, on_progress=progress)
     progress.close()
     pool = f"{plural(num_blocks, 'block')} of {plural(limits.block_size, 'token')}"
-    failed = [
-        f"{plural(stats.num_failed, 'row')} left out; line {number}: {why}" for number, why in stats.first_failed[:1]
-    ]
+    failed = [f"{plural(stats.num_failed, 'row')} failed; line {at}: {why}" for at, why in stats.first_failed[:1]]
     title = f"{plural(stats.num_done - stats.num_failed, 'row')} in {pool}"
-    shown = table(ReservationRow, "caches", title, rows, notes=[*failed, SOURCE])
+    columns = "kv_cache at_once tokens reserved internal external tokens_per_s preemptions wall_s"
+    shown = table(ReservationRow, "caches", title, rows, columns, notes=[*failed, SOURCE])
     facts = {"num_blocks": num_blocks, "published_tokens": PUBLISHED, "num_failed": stats.num_failed}
     print_tables([shown], format_, facts=facts, story=[said_of_caches(rows)])
     if stats.num_failed:

@@ -137,7 +137,7 @@ def config_flags(
             given = {key: values.pop(name, None) for key, name in names.items()}
             # typer gives an empty list for a repeatable flag that is absent
             flags = {key: value for key, value in given.items() if value is not None and value != []}
-            unused = [flag_name(each.name) for each in others if values.pop(each.name) != each.default]
+            unused = [flag_name(each.name) for each in others if values.pop(each.name) not in (each.default, [])]
             for name, group in groups.items():
                 values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
             named = {"flags": flags, "without": unused}

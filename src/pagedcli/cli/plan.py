@@ -21,18 +21,7 @@ from pagedcli.batch.line_sample import LineSample, sample_lines
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import open_source
 from pagedcli.cli.cures import find_cures, or_note, print_answer
-from pagedcli.cli.options import (
-    ENGINE_KEYS,
-    PLAN_KEYS,
-    PROMPT_KEYS,
-    RUN_KEYS,
-    SAMPLING_KEYS,
-    ConfigFile,
-    Flags,
-    FormatOption,
-    config_flags,
-    option,
-)
+from pagedcli.cli.options import FLAGS, PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.plan_tune import tuned_settings
 from pagedcli.cli.run_flags import GenerateOptions
 from pagedcli.cli.summary import say_refused
@@ -59,7 +48,7 @@ _ALL_HELP = (
     "Show every table, and look for where prompts diverge in all rows, up to 67 million prompt tokens, instead of in"
     " 20,000. Takes about 0.05 GiB of memory per million tokens."
 )
-_CHANGE_THE_RUN = ("--resume", "--shard", "--ray", "--ray-address")  # what a plan knows nothing of
+_CHANGE_THE_RUN = ("--resume", "--reuse", "--shard", "--ray", "--ray-address")  # what a plan knows nothing of
 _SEVERAL_SAMPLES = "rows with several samples: near, not exact, as samples that draw the same tokens share blocks"
 _LONG_FILE_CURES_S = 5.0  # seconds of trials on the sample of a long file
 
@@ -94,7 +83,7 @@ class PlanOptions:
 
 @config_flags(
     *(*PLAN_KEYS, *PROMPT_KEYS, "sampling.n", "run.output_field", "run.keep", "run.reorder", "run.max_time"),
-    hidden=(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS),
+    hidden=FLAGS,
     ignored=GenerateOptions,
 )
 def plan(options: PlanOptions, *, flags: Flags, without: list[str]) -> None:

@@ -88,8 +88,8 @@ def run_job(
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
-        for cure in cures[:1]:
-            say_wrapped(cure.text)
+        for text in [*_not_kept(work, engine, served, result.stats), *(cure.text for cure in cures[:1])]:
+            say_wrapped(text)
         observe_told([*failed_rows(result.stats), *(cure.text for cure in cures)])
         if job.summary_json is not None:
             write_summary(job.summary_json, result, findings, cures)
@@ -159,6 +159,22 @@ def _cures(
         block_size=limits.block_size,
         budget_s=min(max(LEAST_CURES_S, CURES_SHARE * result.stats.elapsed_s), MOST_CURES_S),
     )
+
+
+def _not_kept(work: OpenJob, engine: "runner.LLMEngine", served: ServedRequests, stats: BatchStats) -> list[str]:
+    """Why a run was not faster although an earlier one had the same prompts, if a store would have kept enough."""
+    from pagedcli.answers.cures import LEAST_TIMED_S, WORTH_SAYING
+
+    plan, num_computed = engine.plan, stats.facts.num_prompt_tokens - stats.facts.num_cached_tokens
+    can_keep = plan.in_one_call and stats.facts.prefix_caching and not plan.limits.has_states
+    if work.earlier is None or engine.config.prefix_store or not can_keep or stats.elapsed_s < LEAST_TIMED_S:
+        return []
+    num_shared, computed = served.num_shared_tokens(plan.limits.block_size), plural(num_computed, "prompt token")
+    told = (
+        f"The run of {work.earlier} had the same prompts, but its KV cache ended with it: --prefix-store DIR keeps what"
+        f" prompts share, up to {num_shared:,} of the {computed} computed here."
+    )
+    return [told] if num_shared > WORTH_SAYING * num_computed else []
 
 
 def _rows_differ(work: OpenJob, engine: "runner.LLMEngine") -> bool:

@@ -119,10 +119,8 @@ def say_summary(result: BatchResult) -> None:
 
 def _cut_short(ended: Endings) -> list[str]:
     """How many answers were cut off and how many rows with tools made no call, where it is more than a few."""
-    num_cut, limits, num_tool_rows = ended.cut_at.total(), +ended.cut_at, ended.tool_rows.total()
-    known = sorted(limit for limit in limits if limit is not None)
-    at = f"max_tokens {known[0]:,}" if len(known) == len(limits) == 1 else "max_tokens or max_model_len"
-    at = f"max_tokens ({known[0]:,} to {known[-1]:,})" if len(known) == len(limits) > 1 else at
+    num_cut, limits, num_tool_rows = ended.cut_at.total(), [*+ended.cut_at], ended.tool_rows.total()
+    at = f"max_tokens {limits[0]:,}" if len(limits) == 1 and limits[0] is not None else "max_tokens or max_model_len"
     cut = f"{num_cut:,} of {plural(ended.reasons.total(), 'answer')} stopped at {at}"
     uncalled = f"{ended.tool_rows[False]:,} of {plural(num_tool_rows, 'row')} with tools made no call"
     found = [(num_cut, ended.reasons.total(), cut), (ended.tool_rows[False], num_tool_rows, uncalled)]

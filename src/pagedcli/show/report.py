@@ -27,7 +27,7 @@ from pagedcli.trace.tokens import Decode
 from pagedcli.views.cache_groups import group_uses, group_words
 from pagedcli.views.explain import SnapshotRow
 from pagedcli.views.moment import Moment
-from pagedcli.views.rows import ShownRow, chosen, values_of
+from pagedcli.views.rows import ShownRow, chosen
 from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import PHASES, RequestRow, WholeRun, story
 
@@ -254,7 +254,9 @@ def _headers(record: type, use: str = "table") -> list[tuple[str, str, str]]:
 
 def _values(row: ShownRow, use: str = "page") -> list[Any]:
     """The values that the page has of a row; times are in seconds, rounded to microseconds."""
-    return [round(each, 6) if isinstance(each, float) else each for each in values_of(row, use).values()]
+    values = ((getattr(row, column.key), column.show) for column in chosen(type(row), use))
+    shown = ((show(value) if isinstance(value, dict) else value) for value, show in values)
+    return [round(each, 6) if isinstance(each, float) else each for each in shown]
 
 
 def _explain_document(reasons: Reasons, decode: Decode | None) -> dict[str, Any]:

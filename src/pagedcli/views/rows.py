@@ -195,11 +195,9 @@ class LookupRow(ShownRow):
     disk_tokens: Annotated[
         int | None, Means("of tokens_hit, those read from the prefix store for it; null: none is used")
     ] = computed(lambda row: None if row.event.disk_tokens is UNSET else row.event.disk_tokens)
-    blocks_shared: Annotated[
-        int | None, Means("blocks found while another sequence holds them; null: an older trace, as of the next two")
-    ]
-    blocks_revived: Annotated[int | None, Means("blocks found that nobody held: revived from the free list")]
-    blocks_fresh: Annotated[int | None, Means("blocks taken from the free list for the first tokens that it computes")]
+    blocks_shared: Annotated[int | None, Means("blocks found while another sequence holds them; null: an older trace")]
+    blocks_revived: Annotated[int | None, Means("blocks found on the free list, while nobody held them")]
+    blocks_fresh: Annotated[int | None, Means("blocks taken from the free list, to be written")]
     blocks_taken: Annotated[
         dict[str, int] | None, "shared+revived+fresh", lambda taken: "+".join(map(str, taken.values()))
     ]

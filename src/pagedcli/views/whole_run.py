@@ -271,12 +271,12 @@ class CostRow:
 
     request_id: Annotated[str, "row"]
     row_id: Annotated[str | None, "id"]
-    num_computed: Annotated[int, "tokens computed"] = 0
+    num_computed: Annotated[int, "computed"] = 0
     share: Annotated[Share, "of all"] = 0.0
-    num_prompt: Annotated[int, "prompt tokens"] = 0
-    num_cached: Annotated[int, "of these found"] = 0
+    num_prompt: Annotated[int, "prompt"] = 0
+    num_cached: Annotated[int, "found"] = 0
     num_output: Annotated[int, "generated"] = 0
-    num_recomputed: Annotated[int, "computed again"] = 0
+    num_recomputed: Annotated[int, "again"] = 0
 
 
 def costs(rows: Sequence[RequestRow]) -> list[CostRow]:
