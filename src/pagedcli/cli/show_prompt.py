@@ -26,7 +26,7 @@ class PromptToken:
     """A token of a prompt."""
 
     place: int  # 0-based
-    id: int
+    id: Annotated[int, "token id"]
     text: Annotated[str, "text", repr]
     special: Annotated[bool, "special", lambda special: "yes" if special else ""]
 

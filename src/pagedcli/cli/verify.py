@@ -121,7 +121,7 @@ class ComparedFile:
 
     file: str
     rows: int  # in either file
-    equal: int | None = None  # rows; None: it is the first file
+    equal: Annotated[int | None, "equal rows"] = None  # None: it is the first file
     answers_differ: Annotated[int | None, "answers that differ"] = None
     with_target: Annotated[int, "rows with a target"] = 0
     right: Annotated[float | None, "right", "{:.1%}".format] = None
