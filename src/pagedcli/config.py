@@ -324,6 +324,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parse_tool_calls: Annotated[
         bool, _rows("Return tool calls as tool_calls instead of leaving them in the text", has_flag=False)
     ] = True
+    sample_rows: Annotated[
+        bool, _rows("Give each of n samples a row of its own in Parquet, as in CSV", affects_rows=False, has_flag=False)
+    ] = False
     order: Annotated[Order, _rows("Order of the output rows", affects_rows=False)] = "input"
     reorder: Annotated[
         Reorder,

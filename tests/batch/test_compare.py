@@ -12,7 +12,7 @@ import re
 import msgspec
 import pytest
 import torch
-from cli_harness import FAST, pagedcli, rows_of, write_rows
+from cli_harness import FAST, pagedcli, rows_of, with_keys, write_rows
 from harness.engine import DEFAULTS, Harness
 
 from pagedcli.batch.compare import ComparedRow, RowSample, compare, pairs, read_rows, run_again
@@ -247,6 +247,7 @@ def test_what_is_no_file_of_rows_is_refused(outputs, tmp_path):
 
 
 def test_tables_of_a_run_are_equal_to_its_rows_and_several_files_are_compared_with_the_first(outputs, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
     rows = [row | {"label": "5"} for row in rows_of(outputs / "out.jsonl")]
     rows[0]["text"] = " 5\n"
     write_rows(tmp_path / "b.jsonl", rows)
@@ -257,6 +258,11 @@ def test_tables_of_a_run_are_equal_to_its_rows_and_several_files_are_compared_wi
     assert [each["equal"] for each in found] == [None, 5, 6, 6]
     assert [each["answers_differ"] for each in found] == [None, 1, 0, 0]
     assert [each["right"] for each in found] == [0, 1 / 6, None, None]
+    by_sample = tmp_path / "samples.parquet"
+    flags = (*FULL, *with_keys(tmp_path, run__sample_rows=True))
+    pagedcli("generate", outputs / "in.jsonl", "-o", by_sample, *flags, expect=3)
+    assert verify(files[0], by_sample, expect=0)["num_equal"] == 6
+    assert pq.read_table(by_sample)["sample"].to_pylist() == [0, 0, 1, 0, 0, 0, 1, 0]
 
 
 def test_batch_outputs_of_openai_and_vllm_are_compared(tmp_path):

@@ -1,15 +1,10 @@
 """--deduplicate: rows that ask for the same are computed once, and the output is the one without the flag."""
 
 import pytest
-from harness.engine import Harness, MemorySource, without_run_dependent_fields
+from harness.engine import Harness, without_run_dependent_fields
 
-from pagedcli.batch.columns import Columns
-from pagedcli.batch.job import Job
-from pagedcli.batch.repeats import Repeats, request_key
+from pagedcli.batch.repeats import KnownRows, request_key
 from pagedcli.batch.requests import BatchRow, RowPrompt
-from pagedcli.cli.session import run_job
-from pagedcli.config import load_config
-from pagedcli.errors import UsageError
 from pagedcli.sampling_params import SamplingParams
 
 LINES = [
@@ -39,14 +34,6 @@ LINES = [
 NUM_EQUAL = 7  # good rows that an earlier one answers
 
 
-def scanned(lines, *, limit=None, shard=(0, 1)):
-    repeats = Repeats(Columns(), limit=limit, shard=shard)
-    for line in MemorySource(lines):
-        repeats.add(line.content)
-    repeats.scanned()
-    return repeats
-
-
 @pytest.fixture(scope="module", params=["much memory", "preemptions"])
 def harness(request):
     if request.param == "much memory":
@@ -59,32 +46,11 @@ def test_the_rows_are_those_without_it_and_fewer_are_computed(harness, reorder):
     generated = harness.engine.stats.num_generated_tokens
     plain = harness.rows(LINES, reorder=reorder)
     plain_generated = harness.engine.stats.num_generated_tokens - generated
-    repeats = scanned(LINES)
-    result, rows = harness.run(LINES, reorder=reorder, run={"repeats": repeats})
+    result, rows = harness.run(LINES, reorder=reorder, run={"known": KnownRows(keeps_own=True)})
     assert [without_run_dependent_fields(row) for row in rows] == plain
     assert result.stats.num_deduplicated == NUM_EQUAL
     generated = harness.engine.stats.num_generated_tokens - generated - plain_generated
     assert generated < plain_generated
-    assert not repeats._same, "no answer is kept that no row needs"
-
-
-def test_a_row_whose_equal_is_done_already_is_computed():
-    repeats = scanned([{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a"}])
-    prompts = [RowPrompt([1], SamplingParams(temperature=0.0))]
-    lines = list(MemorySource([{"prompt": "a"}] * 3))
-    repeats.leave_out(0)  # in the journal
-    assert repeats.take(BatchRow(lines[1], prompts=prompts)) is False
-    assert repeats.take(BatchRow(lines[2], prompts=prompts)) is True
-    assert [row.line.index for row in repeats.finish(1, [])] == [2]
-
-
-def test_only_the_rows_of_the_shard_and_up_to_the_limit_count():
-    lines = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a"}]
-    prompts = [RowPrompt([1], SamplingParams(temperature=0.0))]
-    for settings in ({"shard": (0, 3)}, {"limit": 1}):
-        repeats = scanned(lines, **settings)
-        taken = [repeats.take(BatchRow(line, prompts=prompts)) for line in MemorySource(lines)]
-        assert taken == [False] * 3, settings
 
 
 def test_what_makes_two_rows_equal():
@@ -100,9 +66,3 @@ def test_what_makes_two_rows_equal():
     assert key([1], seed=1) == key([1], seed=1)
     assert key([1], seed=1) != key([1], seed=2)
     assert key([1], seed=1, beam_width=2) == key([1], seed=2, beam_width=2), "beams draw nothing either"
-
-
-def test_an_input_that_is_read_once_is_refused(monkeypatch):
-    job = Job(load_config(None, {"run.deduplicate": True}), "-", None)
-    with pytest.raises(UsageError, match="reads the input twice"):
-        run_job(job)

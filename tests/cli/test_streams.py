@@ -275,4 +275,4 @@ def test_an_output_is_what_its_name_says_in_any_case(prompts, tmp_path, name):
     pagedcli("generate", prompts, "-o", tmp_path / name, *FAST)
     content = (tmp_path / name).read_bytes()
     content = gzip.decompress(content) if name.endswith(".GZ") else content
-    assert content.startswith(b"index,id," if "CSV" in name else b"PAR1" if "PARQUET" in name else b'{"index":')
+    assert content.startswith(b"index,sample," if "CSV" in name else b"PAR1" if "PARQUET" in name else b'{"index":')

@@ -55,7 +55,12 @@ def has_unit(column):
 
 
 IN_NAMES = {"TraceCount"}  # figures of several units below each other
-IN_TITLE = {"SequenceRow", "Point", "_TotalsRow"}  # many narrow columns: `Sequences (new, cached, ...: in tokens)`
+IN_TITLE = {
+    "CostRow",
+    "SequenceRow",
+    "Point",
+    "_TotalsRow",
+}  # many narrow columns: `Sequences (new, cached, ...: in tokens)`
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDS if name not in IN_TITLE | IN_NAMES])

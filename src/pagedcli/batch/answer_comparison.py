@@ -24,9 +24,9 @@ class AnswerQuality:
 
     question: str
     file: str
-    answers: int
-    flipped: Annotated[int | None, "flips"] = None  # None: it is the first file
-    with_target: Annotated[int, "targets"] = 0
+    rows: int
+    flipped: Annotated[int | None, "rows flipped"] = None  # None: it is the first file
+    with_target: Annotated[int, "rows judged"] = 0
     right: Annotated[float | None, "right", "{:.1%}".format] = None
     interval: Annotated[Interval | None, "95 %", interval_text] = None
     brier: Annotated[float | None, "Brier", "{:.3f}".format] = None  # sum over the options

@@ -32,7 +32,7 @@ _ONLY_IN: dict[OutputKind, frozenset[str]] = {
     "jsonl": frozenset(),
     "csv": frozenset(("sample", "prompt_tokens", "cached_tokens", "completion_tokens", "error_code", "error_message"))
     | {"reasoning_tokens", *DISK, *METRICS},
-    "parquet": frozenset(("token_logprobs", "prompt_token_logprobs")),
+    "parquet": frozenset(("sample", "token_logprobs", "prompt_token_logprobs")),
 }
 
 

@@ -27,9 +27,8 @@ from pagedcli.batch.journal import (
 from pagedcli.batch.lines import InputScan, LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
 from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, check_defaults, open_source, open_tokenizer
-from pagedcli.batch.repeats import Repeats
+from pagedcli.batch.repeats import KnownRows
 from pagedcli.batch.requests import BatchRow, RowPrompt
-from pagedcli.batch.reuse import Reuse
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink, JsonLines, Sink, StreamSink
@@ -132,16 +131,8 @@ class OpenJob:
         self._format = _row_format(job, self.lines, columns)
         self._columns = self._format.row_columns if isinstance(self._format, ParquetRows) else columns
         self._kept = KeptColumns(self.lines, columns, in_rows=self._columns.copies)
-        run = job.loaded.config.run
-        self._reuse: Reuse | None = None  # known after open_sink
-        self._repeats: Repeats | None = None
-        if run.deduplicate:
-            if self.lines.is_live:
-                raise UsageError(
-                    "--deduplicate reads the input twice, but this one can be read only once",
-                    hint="write it into a file first",
-                )
-            self._repeats = Repeats(columns, limit=run.limit, shard=job.shard)
+        deduplicate = job.loaded.config.run.deduplicate
+        self._known = KnownRows(keeps_own=deduplicate) if deduplicate or job.reuse else None
         self.sample = RowSample(job.num_verified)
         self.earlier: Path | None = None  # the output of an earlier run with the same prompts and model, if known
         self._num_rows: int | None = None  # rows of the output; None: unknown
@@ -153,7 +144,7 @@ class OpenJob:
     def notes(self) -> list[str]:
         """What to say of the input and of earlier outputs, after open_sink."""
         carried = self._format.carried_as if isinstance(self._format, ParquetRows) else {}
-        return [*self._kept.notes, *notes_of(carried, carried), *([] if self._reuse is None else self._reuse.notes)]
+        return [*self._kept.notes, *notes_of(carried, carried), *([] if self._known is None else self._known.notes)]
 
     def finished(self) -> RunRecord | None:
         """The record of the run, if it is being resumed and already complete. Raises: UsageError."""
@@ -181,16 +172,15 @@ class OpenJob:
     def open_sink(self, stdout: BinaryIO) -> Sink:
         """The sink of the rows: a file or stream is opened; without one it is `stdout`."""
         job = self.job
-        scans = self.lines.scan(job.loaded.config.run.limit, observe=self._look_at)
+        scans = self.lines.scan(job.loaded.config.run.limit, observe=self._kept.add)
         self._kept.check()
-        if self._repeats is not None:
-            self._repeats.scanned()
         if scans is not None:
             self._read = scans[1]
             self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
-        if job.reuse:
+        for path in job.reuse:
             settings = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
-            self._reuse = Reuse(job.reuse, settings, to_parquet=isinstance(self._format, ParquetRows))
+            assert self._known is not None, "there are rows to reuse"
+            self._known.add_output(path, settings, to_parquet=isinstance(self._format, ParquetRows))
         self._fingerprint |= input_fingerprint(scans and scans[0])
         order = job.loaded.config.run.order
         if job.output_file is None:
@@ -202,11 +192,6 @@ class OpenJob:
         fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
         journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
         return FileSink(job.output_file, journal, order=order, rows_format=self._format)
-
-    def _look_at(self, content: bytes | None) -> None:
-        self._kept.add(content)
-        if self._repeats is not None:
-            self._repeats.add(content)
 
     def start(
         self,
@@ -236,8 +221,7 @@ class OpenJob:
             self._options,
             num_rows=self._num_rows,
             read=self._read,
-            repeats=self._repeats,
-            reuse=self._reuse,
+            known=self._known,
             observe=observe,
             observe_row=observe_answers,
             stop_requested=stop_requested,
@@ -267,4 +251,4 @@ def _row_format(job: Job, lines: LineSource, columns: Columns) -> JsonLines | Cs
         raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
     if run.order == "completion":
         raise UsageError("a Parquet output is in the order of the input", hint="leave out --order completion")
-    return ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns)
+    return ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns, by_sample=run.sample_rows)

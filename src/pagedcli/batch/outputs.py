@@ -1,6 +1,6 @@
 """Reads the rows of outputs as JSON: JSON Lines, also of OpenAI and vLLM, and the CSV and Parquet tables of `generate`.
 
-Used by batch.compare and batch.reuse.
+Used by batch.compare and batch.repeats.
 """
 
 import csv

@@ -157,6 +157,7 @@ class ParquetRows:
     carried: ParquetSource | None = None  # None: the rows' index, id and copied columns
     columns: Columns = field(default_factory=Columns)
     marked: frozenset[str] | None = None  # columns about reasoning and calls, in every part; None: as the rows have
+    by_sample: bool = False  # whether each sample has a row of its own
 
     @property
     def carried_names(self) -> list[str]:
@@ -174,15 +175,15 @@ class ParquetRows:
         """The columns of the input that the output has, each with its name there: another one where answers have it."""
         names = self.carried_names
         may_score = SCORES if {"continuations", "logprobs_from"} & set(names) else frozenset()
-        taken = {*answer_schema(self.columns, self.columns.marked | may_score).names, *self.columns.decided}
+        found = answer_schema(self.columns, self.columns.marked | may_score).names
+        taken = {"sample", *found, *self.columns.decided}
         return {name: f"input_{name}" if name in taken else name for name in names}
 
     def write(self, file: BinaryIO, rows: NumberedRows) -> str:
         """Write `rows()` for the first rows of `carried` and in its order; see sinks.RowFormat."""
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
-        decided = decided_of(rows, self.columns).items()
-        types = ((name, pa.string() if kind is str else pa.float64()) for name, kind in decided)
-        answer = pa.schema([*answer_schema(self.columns, marked), *types])
+        decided = decided_of(rows, self.columns)
+        answer = self._schema(marked, decided)
         if self.carried is None:
             groups = self._own_groups(rows, marked | {decisions.ANSWERS} if decided else marked, answer)
         else:
@@ -205,12 +206,30 @@ class ParquetRows:
         schema = pa.schema([*own, *kept, *answer])
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
-            yield columns_of(self._cells(some), schema), schema.names
+            yield columns_of([line for lines in self._cells(some) for line in lines], schema), schema.names
             num_groups += 1
 
-    def _cells(self, rows: Iterable[tuple[int, bytes]]) -> list[dict[str, Any]]:
+    def _schema(self, marked: frozenset[str], decided: dict[str, type]) -> Any:
+        types = ((name, pa.string() if kind is str else pa.float64()) for name, kind in decided.items())
+        found = pa.schema([*answer_schema(self.columns, marked), *types])
+        if not self.by_sample:
+            return found
+        return pa.schema([("sample", pa.int32()), *(each for each in found if each.name != "outputs")])
+
+    def _cells(self, rows: Iterable[tuple[int, bytes]]) -> list[list[dict[str, Any]]]:
+        """The lines of each row. With several, `usage` and `metrics` are on the first one."""
         answer = self.columns.answer
-        return [cells_of(WrittenRow.of(row, answer, index), answer) for index, row in rows]
+        found = [cells_of(WrittenRow.of(row, answer, index), answer) for index, row in rows]
+        if not self.by_sample:
+            return [[cells] for cells in found]
+        rest = {"usage": None, "metrics": None}
+        return [
+            [
+                cells | (rest if place else {}) | sample | {"sample": place, "index": cells["index"]}
+                for place, sample in enumerate(cells.get("outputs") or [{}])
+            ]
+            for cells in found
+        ]
 
     def _carried_groups(
         self, carried: ParquetSource, rows: Iterator[tuple[int, bytes]], answer: Any
@@ -229,8 +248,11 @@ class ParquetRows:
     def _joined(self, carried: Any, rows: Iterator[tuple[int, bytes]], schema: Any) -> _Group:
         answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
+        if self.by_sample:
+            carried = carried.take(pa.array([place for place, lines in enumerate(answers) for _ in lines], pa.int64()))
         names = [f"input_{name}" if name in schema.names else name for name in self.carried_as.values()]
-        return [*carried.columns, *columns_of(answers, schema)], [*names, *schema.names]
+        columns = columns_of([line for lines in answers for line in lines], schema)
+        return [*carried.columns, *columns], [*names, *schema.names]
 
 
 def _kept_schema(rows: Iterable[bytes], columns: Columns, marked: frozenset[str]) -> Any:

@@ -1,24 +1,25 @@
-"""Rows that ask for the same: `--deduplicate` computes the first one of them, and the others receive its answers.
+"""Rows that ask for the same: one is computed, and the others receive its answers. It is one of the run itself with
+`--deduplicate`, and one of an earlier output with `--reuse`.
 
-Used by batch.run and batch.prompts. Which rows may be equal is known from a first pass over the input, so that answers
-are kept only as long as a later row may need them. Memory: 8 bytes per row.
+Used by batch.run, batch.job and batch.prompts. Known rows lie in a file without a name; 200 bytes per row in memory.
 """
 
-from array import array
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 import xxhash
 
-from pagedcli.batch.columns import Columns
-from pagedcli.batch.requests import BatchRow, RowPrompt, asked_of, decode_line
-from pagedcli.errors import RequestError
+from pagedcli.batch.columns import kind_of
+from pagedcli.batch.fingerprint import settings_that_differ
+from pagedcli.batch.journal import NO_KEY, check_unchanged, output_digest, read_record, record_path
+from pagedcli.batch.outputs import output_rows
+from pagedcli.batch.requests import BatchRow
+from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.files import writing
 
-Answers = list[RowPrompt] | RequestError  # what equal rows get: finished prompts, or why they fail
-_MOST_WAITING = 10_000  # rows in memory that wait for the answers of another one
-_NO_REQUEST = 0  # stands for the digest of a line without a request
+_OF_INPUT = frozenset(("shard", "keep", "id_field"))  # settings that say which rows there are, and what they copy
 
 
 def request_key(row: BatchRow) -> bytes:
@@ -34,95 +35,48 @@ def request_key(row: BatchRow) -> bytes:
     return xxhash.xxh3_128_digest(msgspec.json.encode((row.shape, row.cache_salt, prompts)))
 
 
-@dataclass(slots=True)
-class _Same:
-    """Rows with one key."""
+class KnownRows:
+    """Good rows by their request_key. `keeps_own`: whether those of the run itself are added."""
 
-    key: bytes
-    digest: int
-    outcome: Answers | None = None  # None: not known yet
-    waiting: list[BatchRow] = field(default_factory=list)
+    def __init__(self, *, keeps_own: bool = False) -> None:
+        self.keeps_own = keeps_own
+        self.notes: list[str] = []  # why no row of an earlier output counts
+        self._file = TemporaryFile()  # noqa: SIM115
+        self._places: dict[bytes, int] = {}
+        self._end = self._first_own = 0  # offsets
 
+    def add_output(self, path: Path, settings: Mapping[str, str], *, to_parquet: bool) -> None:
+        """Add the rows of an earlier output if its run had these settings.
 
-class Repeats:
-    """The equal rows of a run. `add` takes all lines of the input once; then the run takes its rows in that order."""
-
-    def __init__(self, columns: Columns, *, limit: int | None, shard: tuple[int, int]) -> None:
-        self._columns = columns
-        self._limit = limit
-        self._shard = shard
-        self._digests = array("Q")  # one per line
-        self._left: Counter[int] = Counter()  # digest -> rows still to come
-        self._same: dict[int, _Same] = {}  # digest -> its rows
-        self._first: dict[int, _Same] = {}  # index of the computed row -> its equals
-        self._num_waiting = 0
-
-    @property
-    def full(self) -> bool:
-        """Whether no more rows should be taken until some that are waited for are done."""
-        return self._num_waiting >= _MOST_WAITING
-
-    def add(self, content: bytes | None) -> None:
-        """Look at a line."""
-        index, (place, num_shards) = len(self._digests), self._shard
-        digest = _NO_REQUEST
-        if (self._limit is None or index < self._limit) and index % num_shards == place:
-            digest = self._digest(content)
-        self._digests.append(digest)
-        if digest != _NO_REQUEST:
-            self._left[digest] += 1
-
-    def scanned(self) -> None:
-        """All lines have been added."""
-        self._left = Counter({digest: count for digest, count in self._left.items() if count > 1})
-
-    def _digest(self, content: bytes | None) -> int:
-        try:
-            asked = asked_of(decode_line(content), self._columns)
-        except RequestError:
-            return _NO_REQUEST
-        return xxhash.xxh3_64_intdigest(msgspec.json.encode(asked, order="deterministic")) or 1
-
-    def leave_out(self, index: int) -> None:
-        """A row asks for nothing: it is done already, or invalid."""
-        digest = self._digests[index]
-        if digest in self._left:
-            self._left[digest] -= 1
-            self._forget(digest)
-
-    def take(self, row: BatchRow) -> Answers | bool:
-        """What the row gets: the answers or the error of an equal one; True: it waits for them. False: compute it."""
-        index = row.line.index
-        digest = self._digests[index]
-        if digest not in self._left:
-            return False
-        self._left[digest] -= 1
-        same = self._same.get(digest)
-        if same is None:
-            same = self._same[digest] = self._first[index] = _Same(row.key, digest)
-            return False
-        if same.key != row.key:  # its draws are its own
-            self._forget(digest)
-            return False
-        if same.outcome is not None:
-            self._forget(digest)
-            return same.outcome
-        same.waiting.append(row)
-        self._num_waiting += 1
-        return True
-
-    def finish(self, index: int, outcome: Answers) -> Iterator[BatchRow]:
-        """The rows that have waited for this one."""
-        same = self._first.pop(index, None)
-        if same is None:
+        Raises: UsageError, PagedcliError for a file that is no output, or has changed.
+        """
+        record, kind = read_record(path), kind_of(path)
+        if kind == "csv" or (kind == "parquet" and not to_parquet):
+            hint = "reuse JSONL rows; Parquet rows serve a Parquet output"
+            raise UsageError(f"{path} has no rows that can be reused here", hint=hint)
+        if len(record.keys) != len(NO_KEY) * record.num_rows:
+            why = f"{record_path(path).name} does not say what its rows asked for, as an earlier version wrote it"
+            raise UsageError(f"{path} cannot be reused: {why}")
+        if found := settings_that_differ(record.fingerprint, settings, apart_from=_OF_INPUT):
+            self.notes.append(f"no row of {path} is reused, as settings differ; {'; '.join(found)}")
             return
-        same.outcome = outcome
-        self._forget(same.digest)
-        self._num_waiting -= len(same.waiting)
-        waiting, same.waiting = same.waiting, []
-        yield from waiting
+        check_unchanged(path, record, output_digest(path))
+        for start, row in zip(range(0, len(record.keys), len(NO_KEY)), output_rows(path), strict=True):
+            if (key := record.keys[start : start + len(NO_KEY)]) != NO_KEY:
+                self.add(key, row.rstrip(b"\n"))
+        self._first_own = self._end
 
-    def _forget(self, digest: int) -> None:
-        """Drop the answers that no row to come may need."""
-        if self._left[digest] <= 0:
-            self._same.pop(digest, None)
+    def add(self, key: bytes, row: bytes) -> None:
+        """Add a row, unless one is known. Raises: PagedcliError if the disk is full."""
+        if self._places.setdefault(key, self._end) == self._end:
+            with writing("a temporary file of rows", PagedcliError):
+                self._file.seek(self._end)
+                self._end += self._file.write(row + b"\n")
+                self._file.flush()
+
+    def find(self, key: bytes) -> tuple[bytes, bool] | None:
+        """The row that asked for the same, and whether it is one of the run itself; None: there is none."""
+        if (place := self._places.get(key)) is None:
+            return None
+        self._file.seek(place)
+        return self._file.readline(), place >= self._first_own

@@ -459,16 +459,6 @@ def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
     return request | {"messages" if isinstance(first, dict) else "prompt": value}
 
 
-def asked_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
-    """What a line asks for, without its id and without fields that have no effect: of lines with equal answers it is
-    mostly equal. Raises: RequestError as request_of."""
-    request = request_of(document, columns)
-    body = request.get("body")
-    fields = body if isinstance(body, dict) else request
-    known = _USED_FIELDS | _ALIASES.keys() | ({"text"} if "logprobs_from" in fields else set())
-    return {name: value for name, value in fields.items() if name in known}
-
-
 def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
     """Text or token ids, or a list of either, as the completions endpoint accepts. Raises: RequestError."""
     if isinstance(prompt, str):

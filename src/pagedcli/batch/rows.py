@@ -74,17 +74,19 @@ class RowWriter:
         return self.columns.marked - without - (CALLS if self.tool_format is None else frozenset())
 
     def encode_success(self, row: BatchRow, answers: list[RowPrompt]) -> bytes:
-        samples = self._samples(answers)
-        fields = self._success(row, answers, samples)
-        self.ended.reasons.update(reasons_of(fields))
-        for answer in answers:
-            limit = None if answer.lowers_max_tokens else answer.params.max_tokens
-            for sample in answer.result.samples:
-                if sample.finish_reason == "length" and not answer.params.ignore_eos:
-                    self.ended.cut_at[limit if len(sample.token_ids) == limit else None] += 1
-        if self.tool_format is not None and self.columns.parse_tool_calls and any(each.tools for each in answers):
-            self.ended.tool_rows[any(sample.calls for sample in samples)] += 1
-        return msgspec.json.encode(fields)
+        fields = self._success(row, answers, self._samples(answers))
+        encoded = msgspec.json.encode(fields)
+        self._count(answers, reasons_of(fields), encoded)
+        return encoded
+
+    def _count(self, prompts: list[RowPrompt], reasons: list[str], encoded: bytes) -> None:
+        """Count how the answers of a row ended."""
+        prompt = prompts[0]
+        self.ended.reasons.update(reasons)
+        if not prompt.params.ignore_eos:
+            self.ended.cut_at[None if prompt.lowers_max_tokens else prompt.params.max_tokens] += reasons.count("length")
+        if self.tool_format is not None and self.columns.parse_tool_calls and any(each.tools for each in prompts):
+            self.ended.tool_rows[b'"tool_calls":[' in encoded] += 1
 
     def _success(self, row: BatchRow, answers: list[RowPrompt], samples: list[_Sample]) -> dict[str, Any]:
         counts: dict[str, Any] = {"usage": _usage(answers, samples)}
@@ -120,13 +122,10 @@ class RowWriter:
         answer = {self.columns.answer: None, "finish_reason": None, "usage": None, "error": what}
         return msgspec.json.encode({"index": row.line.index, "id": row.id, **row.kept, **answer})
 
-    def encode_reused(self, row: BatchRow, old: bytes) -> bytes:
-        """A good row of an earlier run, with the index, id and copied columns of this one."""
-        fields = msgspec.json.decode(old, type=dict[str, msgspec.Raw])
-        reasons = reasons_of(msgspec.json.decode(old))
-        self.ended.reasons.update(reasons)
-        if not row.prompts[0].params.ignore_eos:
-            self.ended.cut_at[None] += reasons.count("length")
+    def encode_known(self, row: BatchRow, known: bytes) -> bytes:
+        """A good row that asked for the same, with the index, id and copied columns of this one."""
+        fields = msgspec.json.decode(known, type=dict[str, msgspec.Raw])
+        self._count(row.prompts, reasons_of(msgspec.json.decode(known)), known)
         if "response" in fields:
             key = msgspec.json.decode(fields["id"], type=str).removeprefix("batch_req_").encode()
             response = msgspec.Raw(bytes(fields["response"]).replace(key, self._id(row).encode()))

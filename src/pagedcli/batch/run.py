@@ -15,10 +15,9 @@ from pagedcli import runner
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.lines import InputDigest, InputScan, Line, LineSource, as_they_come
 from pagedcli.batch.prompts import BatchOptions, Prompts
-from pagedcli.batch.repeats import Answers, Repeats, request_key
+from pagedcli.batch.repeats import KnownRows, request_key
 from pagedcli.batch.requests import BatchRow, RowPrompt
-from pagedcli.batch.reuse import Reuse
-from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.rows import RowWriter, WrittenRow
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
@@ -70,6 +69,7 @@ class PrefixWindow(Generic[Waiting]):
 # prompt tokens in work where decisions look at the queue: a multiple of the pool, and the most; about 65 bytes each
 READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22
 LEAST_TOKENS = 128  # tokens; a shorter prompt counts as this many: its other objects take as much memory
+_MOST_WAITING = 10_000  # rows in memory that wait for the answers of an equal one
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
 Outcome = Literal["complete", "interrupted", "too_many_errors", "out_of_time"]
 
@@ -119,11 +119,11 @@ class BatchRun:
     """One pass over an input.
 
     Lines of a live source may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if
-    known. `read`: the rows of the input up to the limit, if they have been read before. `repeats`: to compute equal
-    rows once. `reuse`: rows that need not be computed.
-    `observe` is called with the counters after each step, `observe_row` with each good row and its answers, which
-    `repeats` may take from another row. `stop_requested` is called before each step, and True ends the run once the
-    rows so far are written. `start_ns`: when the command began, on the engine's clock; None: now.
+    known. `read`: the rows of the input up to the limit, if they have been read before. `known`: rows whose equals
+    need not be computed.
+    `observe` is called with the counters after each step, `observe_row` with each row that was computed and its
+    answers. `stop_requested` is called before each step, and True ends the run once the rows so far are written.
+    `start_ns`: when the command began, on the engine's clock; None: now.
     """
 
     def __init__(
@@ -137,8 +137,7 @@ class BatchRun:
         *,
         num_rows: int | None = None,
         read: InputScan | None = None,
-        repeats: Repeats | None = None,
-        reuse: Reuse | None = None,
+        known: KnownRows | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         observe_row: Callable[[BatchRow, list[RowPrompt]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
@@ -169,8 +168,9 @@ class BatchRun:
         self._in_work: dict[str, tuple[BatchRow, RowPrompt]] = {}  # request id -> row and prompt
         self._work = InWork(engine.limits, options.run.read_ahead)
         self._window: PrefixWindow[BatchRow] | None = PrefixWindow() if options.run.reorder == "prefix" else None
-        self._repeats = repeats
-        self._reuse = reuse
+        self._known = known
+        self._same: dict[bytes, list[BatchRow]] = {}  # key of a row in work -> rows that wait for its answers
+        self._num_waiting = 0  # of these
         self._num_started = 0  # rows
         self._exhausted = False  # whether the input has ended, and no row of it was taken back
         most_s, start_ns = options.run.max_time, engine.clock_ns() if start_ns is None else start_ns
@@ -261,7 +261,7 @@ class BatchRun:
     @property
     def _is_held_up(self) -> bool:
         """Whether too many rows wait for others to be done."""
-        return self._sink.full or (self._repeats is not None and self._repeats.full)
+        return self._sink.full or self._num_waiting >= _MOST_WAITING
 
     def _has_room(self) -> bool:
         if self._is_held_up:
@@ -271,23 +271,22 @@ class BatchRun:
     def _take(self, row: BatchRow) -> None:
         """Queue the request of a row, or write the row if its error or an equal one's answers are known."""
         if not row.prompts:
-            if self._repeats is not None:
-                self._repeats.leave_out(row.line.index)
             if row.error is not None:
                 self._write_error(row, row.error)
             return
         made_here = [each.token_ids for each in row.prompts if each.text is not None or each.scored is not None]
         self.stats.num_double_bos += sum(map(self._tokenizer.has_two_bos, made_here))
         row.key = request_key(row)
-        if self._reuse is not None and (old := self._reuse.find(row.key)) is not None:
-            self._write_reused(row, old)
+        if self._known is not None and (found := self._known.find(row.key)) is not None:
+            self._write_known(row, *found)
             return
-        found = False if self._repeats is None else self._repeats.take(row)
-        if not isinstance(found, bool):
-            self._write_duplicate(row, found)
-        elif found:
-            pass  # another row that is being computed has its answers
-        elif self._window is not None:
+        if row.key in self._same:
+            self._same[row.key].append(row)
+            self._num_waiting += 1
+            return
+        if self._known is not None and self._known.keeps_own:
+            self._same[row.key] = []
+        if self._window is not None:
             self._window.add(row, [prompt.token_ids for prompt in row.prompts], row.cache_salt)
         else:
             self._start(row)
@@ -354,10 +353,9 @@ class BatchRun:
             return
         prompt.output, prompt.texts = output, self._texts(prompt, output)
         if all(each.output is not None for each in row.prompts):
-            self._write_success(row, row.prompts)
+            self._write_success(row)
             for each in row.prompts:
                 self.stats.add_times(each.result)
-            self._write_duplicates(row, row.prompts)
 
     def _texts(self, prompt: RowPrompt, output: FinishedRequest) -> list[str]:
         if prompt.stop_checkers is not None:
@@ -368,36 +366,34 @@ class BatchRun:
             for sample in output.samples
         ]
 
-    def _write_success(self, row: BatchRow, answers: list[RowPrompt]) -> None:
-        self._sink.write(row.line.index, row.line.digest, self._rows.encode_success(row, answers), key=row.key)
+    def _write_success(self, row: BatchRow) -> None:
+        encoded = self._rows.encode_success(row, row.prompts)
+        self._sink.write(row.line.index, row.line.digest, encoded, key=row.key)
         if self._observe_row is not None:
-            self._observe_row(row, answers)
+            self._observe_row(row, row.prompts)
         self.stats.num_done += 1
-        num_tokens = sum(len(sample.token_ids) for answer in answers for sample in answer.result.samples)
-        if answers is row.prompts:
-            self.stats.num_row_tokens += num_tokens
-        else:
-            self.stats.num_deduplicated += 1
-            self.stats.num_deduplicated_tokens += num_tokens
+        self.stats.num_row_tokens += sum(
+            len(each.token_ids) for prompt in row.prompts for each in prompt.result.samples
+        )
+        if self._known is not None and self._known.keeps_own:
+            self._known.add(row.key, encoded)
+        for each in self._waiting_for(row):
+            self._write_known(each, encoded, is_own=True)
 
-    def _write_reused(self, row: BatchRow, old: bytes) -> None:
-        if self._repeats is not None:
-            self._repeats.leave_out(row.line.index)
-        self._sink.write(row.line.index, row.line.digest, self._rows.encode_reused(row, old), key=row.key)
+    def _waiting_for(self, row: BatchRow) -> list[BatchRow]:
+        """The rows that have waited for this one."""
+        waiting = self._same.pop(row.key, [])
+        self._num_waiting -= len(waiting)
+        return waiting
+
+    def _write_known(self, row: BatchRow, known: bytes, is_own: bool) -> None:
+        """Write a row with the answers of an equal one, of this run or of an earlier one."""
+        self._sink.write(row.line.index, row.line.digest, self._rows.encode_known(row, known), key=row.key)
         self.stats.num_done += 1
-        self.stats.num_reused += 1
-
-    def _write_duplicates(self, row: BatchRow, outcome: Answers) -> None:
-        """Write the rows that have waited for the answers of this one."""
-        if self._repeats is not None:
-            for each in self._repeats.finish(row.line.index, outcome):
-                self._write_duplicate(each, outcome)
-
-    def _write_duplicate(self, row: BatchRow, outcome: Answers) -> None:
-        if isinstance(outcome, RequestError):
-            self._write_error(row, outcome)
-        else:
-            self._write_success(row, outcome)
+        self.stats.num_reused += not is_own
+        self.stats.num_deduplicated += is_own
+        if is_own and (usage := WrittenRow.of(known, self._options.columns.answer).usage) is not None:
+            self.stats.num_deduplicated_tokens += usage["completion_tokens"]
 
     def _fail(self, row: BatchRow, error: RequestError) -> None:
         """Write the error row of a line, and drop its other prompts."""
@@ -405,8 +401,8 @@ class BatchRun:
             request_id = self._request_id(row, place)
             if self._finish(request_id) is not None:
                 self._engine.abort(request_id)
-        self._write_error(row, error)
-        self._write_duplicates(row, error)
+        for each in (row, *self._waiting_for(row)):
+            self._write_error(each, error)
 
     def _write_error(self, row: BatchRow, error: RequestError) -> None:
         self._sink.write(row.line.index, row.line.digest, self._rows.encode_error(row, error), key=None)

@@ -129,7 +129,7 @@ def _print_costliest(trace: Path, number: int, format_: Format) -> None:
         f"The {plural(len(shown), 'costliest request')} of {len(found):,} took"
         f" {percent_text(sum(row.share for row in shown))} of {plural(num_computed, 'computed token')}."
     )
-    listed = table(CostRow, "costliest", "Tokens by request, most computed first", shown)
+    listed = table(CostRow, "costliest", "Requests, most computed first (counts in tokens)", shown)
     print_answer([answer], [], [listed], format_, {"num_computed_tokens": num_computed})
 
 

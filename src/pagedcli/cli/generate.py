@@ -18,6 +18,7 @@ from pagedcli.cli.notify import notifying
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
 from pagedcli.cli.run_flags import GenerateOptions, ShownFormat, is_prompt
 from pagedcli.cli.session import parse_shard, run_job
+from pagedcli.cli.show_prompt import show_prompt
 from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
@@ -36,9 +37,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
 
     \b
     Examples:
-      pagedcli generate "Once upon a time"
       pagedcli generate prompts.jsonl -o out.jsonl
-      pagedcli generate prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
+      pagedcli generate "Once upon a time" -m Qwen/Qwen3-0.6B --max-tokens 64
       cat prompts.jsonl | pagedcli generate - | jq -r .text
       pagedcli generate prompts.jsonl -o out.jsonl --resume     (after Ctrl-C)
       pagedcli generate data.jsonl --field question --id-field qid --keep label -o out.jsonl
@@ -50,6 +50,10 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         options = replace(options, prompts=file_of_prompt(options.input_name))
     if options.show_config:
         _show_config(loaded, options.format_)
+        return
+    if options.show_prompt is not None:
+        shown = _as_table("--show-prompt", options.format_)
+        show_prompt(loaded, options.input_name, options.show_prompt, shown, all_tokens=options.all_)
         return
     if options.dry_run:
         raise typer.Exit(_dry_run(options.input_name, loaded, options.format_))
@@ -113,6 +117,8 @@ def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
             "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --reuse, --shard or --verify"
         )
     run = job.loaded.config.run
+    if run.sample_rows:
+        raise UsageError("--ray cannot be combined with run.sample_rows")
     if run.deduplicate:
         raise UsageError("--ray cannot be combined with --deduplicate: equal rows may be in different parts")
     if run.order != "input" or run.reorder != "none" or run.read_ahead is not None:
@@ -170,9 +176,13 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
 def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:
     from pagedcli.cli.plan import PlanOptions, run_plan
 
+    return run_plan(loaded, PlanOptions(input_name, no_calibrate=True, format_=_as_table("--dry-run", format_)))
+
+
+def _as_table(flag: str, format_: ShownFormat) -> Format:
     if format_ == "yaml":
-        raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
-    return run_plan(loaded, PlanOptions(input_name, no_calibrate=True, format_=Format(format_)))
+        raise UsageError(f"{flag} does not support --format yaml", hint="use table, json, csv or md")
+    return Format(format_)
 
 
 def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:

@@ -20,7 +20,7 @@ _file, _inspection, _cluster = (
 
 
 ShownFormat = Literal["table", "json", "csv", "md", "yaml"]
-_INPUT_HELP = "JSONL, CSV, TSV or Parquet, or a folder; - is stdin. A text with spaces is one prompt."
+_INPUT_HELP = "JSONL, CSV, TSV, Parquet, a folder, - (stdin), or a text."
 _NAMES_FILE = re.compile(r"/|\.(jsonl?|ndjson|csv|tsv|parquet|txt|gz|zst)$", re.IGNORECASE)
 _REUSE_HELP = "Take over the rows of an earlier output that asked for the same. May be repeated."
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
@@ -28,7 +28,8 @@ _ALL_HELP = "Also print row times, cache losses and waste, and what rows waited 
 _VERIFY_HELP = "Generate N rows again at the end, each alone, and compare tokens and log-probabilities."
 _NOTIFY_HELP = "Run this shell command when the run ends, even on failure. Sets PAGEDCLI_EXIT_CODE, PAGEDCLI_ROWS, ..."
 _KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay uses the next port."
-_FORMAT_HELP = "Format for --show-config, --dry-run and --dump-kv; yaml: --show-config only; csv: not for --dump-kv."
+_FORMAT_HELP = "Format for --show-*, --dry-run and --dump-kv; yaml: --show-config only; csv: not for --dump-kv."
+_SHOW_PROMPT_HELP = "Only show what the model would see of this line, its tokens, and how many the chat template adds."
 _SHOW_HELP = "Show the effective configuration and the source of each value, then exit."
 
 Resume = Annotated[bool, _file("--resume", help="Continue an interrupted run.")]
@@ -74,6 +75,7 @@ class GenerateOptions:
     record_tokens: RecordTokens = False
     no_ids: NoIds = False
     kv_events: Annotated[str | None, _inspection(help=_KV_EVENTS_HELP, metavar="ENDPOINT")] = None
+    show_prompt: Annotated[int | None, _inspection(metavar="LINE", min=1, help=_SHOW_PROMPT_HELP)] = None
     dry_run: Annotated[bool, _inspection("--dry-run", help="Only predict the run, as pagedcli plan does.")] = False
     ray: Annotated[bool, _cluster("--ray", help="Run on a local Ray cluster; -o names a folder of parts.")] = False
     ray_address: Annotated[

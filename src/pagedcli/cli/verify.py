@@ -106,7 +106,7 @@ def verify(
     Exit codes: 0 all rows are equal, or with --logits compared, 1 rows differ, 2 a file cannot be compared.
     """
     a, *others = files
-    _check_files(files, logits=logits, calibrates=calibrate is not None)
+    _check_files(files, (1, 1) if calibrate else (2, 2) if logits else (2, len(files)))
     rows = partial(read_rows, answer=output_field, by_order=by_order, target=keep)
     if calibrate is not None:
         _calibrate(rows(a), str(a), calibrate, format_)
@@ -121,16 +121,14 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
 
 
-def _check_files(paths: list[Path], *, logits: bool, calibrates: bool) -> None:
-    what = "--calibrate reads one output" if calibrates else "--logits compares two" if logits else "verify needs two"
-    if not 2 - calibrates <= len(paths) <= (1 if calibrates else 2 if logits else len(paths)):
-        raise UsageError(f"{what}, got {len(paths)}")
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"there is no {path}", hint="verify compares outputs of pagedcli generate or merge")
-        if not path.is_file():
-            hint = "pagedcli merge joins the parts of a --ray run"
-            raise UsageError(f"cannot compare {path}: this is not a file of rows", hint=hint)
+def _check_files(files: list[Path], numbers: tuple[int, int]) -> None:
+    """Raises: UsageError. `numbers`: how many files there may be at least and at most."""
+    if not numbers[0] <= len(files) <= numbers[1]:
+        whose = {(1, 1): "--calibrate reads one output", (2, 2): "--logits compares two outputs"}
+        raise UsageError(f"{whose.get(numbers, 'verify needs two outputs')}, got {len(files)}")
+    if (wrong := next((path for path in files if not path.is_file()), None)) is not None:
+        what = f"{wrong} is not a file of rows" if wrong.exists() else f"there is no {wrong}"
+        raise UsageError(what, hint="pagedcli merge joins the parts of a --ray run" if wrong.exists() else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ class ComparedFile:
 
     file: str
     rows: int  # in either file
-    equal: int | None = None  # rows; None: it is the first file
+    equal: Annotated[int | None, "equal rows"] = None  # None: it is the first file
     answers_differ: Annotated[int | None, "answers that differ"] = None
     with_target: Annotated[int, "rows with a target"] = 0
     right: Annotated[float | None, "right", "{:.1%}".format] = None
@@ -176,7 +174,7 @@ def _print_comparisons(files: list[Path], found: "list[_Comparison]", format_: F
 
 def _answer_tables(rows: list[AnswerQuality]) -> list[Table]:
     """How good the answers to each question are; none if there are no questions."""
-    columns = "question file answers flipped"
+    columns = "question file rows flipped"
     if any(row.with_target for row in rows):
         columns += " with_target right interval brier log_loss calibration_error error_interval"
     return [table(AnswerQuality, "questions", "Answers to questions", rows, columns)] if rows else []

@@ -2,14 +2,15 @@
 the cluster.
 """
 
+import logging
 import time
 from contextlib import suppress
 
-from pagedcli.batch.columns import Columns
+from pagedcli.batch.columns import Columns, notes_of
 from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path, read_record
-from pagedcli.batch.parquet import ParquetSource
+from pagedcli.batch.parquet import ParquetRows, ParquetSource
 from pagedcli.batch.prompts import KeptColumns, Prompts, batch_options, limits_without_pool, open_source, open_tokenizer
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.distributed.parts import PartFolder, weigh_rows
@@ -26,11 +27,14 @@ def prepare(job: Job, folder: PartFolder, num_workers: int) -> dict[str, int]:
     if lines.is_live:
         raise UsageError("--ray needs a file or folder as input, because it reads it more than once")
     kept = KeptColumns(lines, columns, in_rows=not isinstance(lines, ParquetSource))
+    carried = ParquetRows(lines, columns).carried_as if isinstance(lines, ParquetSource) else {}
     model = model_folder(config.engine)
     tokenizer = open_tokenizer(config, model)
     scans = lines.scan(config.run.limit, observe=kept.add)
     assert scans is not None, "not live"
     kept.check()
+    for note in (*kept.notes, *notes_of(carried, carried)):
+        logging.getLogger("pagedcli").info("note: %s", note)
     scan, read = scans
     fingerprint = run_fingerprint(config, model, tokenizer, shard="1/1") | input_fingerprint(scan)
     if job.resume and folder.is_cut:
