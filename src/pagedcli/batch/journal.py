@@ -411,6 +411,7 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
     if overwrite:
         return
     if has_rows(partial):
+        os.close(_open_locked(partial))  # another message while a run writes it
         raise UsageError(
             f"{partial} contains the rows of a stopped run",
             hint="continue it with --resume, or start over with --overwrite",

@@ -101,7 +101,10 @@ def open_input(name: str) -> BinaryIO:
     try:
         return open(name, "rb")
     except OSError as error:
-        raise UsageError(f"cannot read the prompts {name}: {error.strerror}") from error
+        hint = f"""to ask for a single word: echo '{{"prompt": "{name}"}}' | pagedcli generate -"""
+        raise UsageError(
+            f"cannot read the prompts {name}: {error.strerror}", hint=hint if name.isalpha() else None
+        ) from error
 
 
 def copied(path: Path) -> Path:

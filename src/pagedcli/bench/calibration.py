@@ -100,6 +100,7 @@ def step_time_here(
         return None, f"no calibration: {error.message}"
     busy = watch.read()
     if busy is not None and (taken := busy.others + busy.steal) > MOST_TAKEN:
+        say(f"the calibration is not kept, as other work took {percent_text(taken)} of this machine")
         return found, f"{source} while other work took {percent_text(taken)} of it: the next plan measures again"
     save_step_time(key, found)
     return found, source

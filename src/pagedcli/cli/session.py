@@ -88,6 +88,12 @@ def run_job(
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
+        if result.outcome == "out_of_time" and not result.stats.num_done:
+            say_wrapped(
+                "No row was started: --max-time counts from the start of the command, and loading took all of it."
+            )
+        if job.reuse and not result.stats.num_reused:
+            say_wrapped("No line asks for what a row of the earlier outputs has under the same settings.")
         for text in [*_not_kept(work, engine, served, result.stats), *(cure.text for cure in cures[:1])]:
             say_wrapped(text)
         observe_told([*failed_rows(result.stats), *(cure.text for cure in cures)])

@@ -118,13 +118,17 @@ def say_summary(result: BatchResult) -> None:
 
 
 def _cut_short(ended: Endings) -> list[str]:
-    """How many answers were cut off and how many rows with tools made no call, where it is more than a few."""
+    """How many answers were cut off and how many rows with tools made no call, where it is many."""
     num_cut, limits, num_tool_rows = ended.cut_at.total(), [*+ended.cut_at], ended.tool_rows.total()
     at = f"max_tokens {limits[0]:,}" if len(limits) == 1 and limits[0] is not None else "max_tokens or max_model_len"
     cut = f"{num_cut:,} of {plural(ended.reasons.total(), 'answer')} stopped at {at}"
     uncalled = f"{ended.tool_rows[False]:,} of {plural(num_tool_rows, 'row')} with tools made no call"
     found = [(num_cut, ended.reasons.total(), cut), (ended.tool_rows[False], num_tool_rows, uncalled)]
-    return [text for number, of_all, text in found if number > 3 and 100 * number >= of_all]
+    return [
+        text
+        for number, of_all, text in found
+        if number and 100 * number >= of_all and (number > 3 or 2 * number >= of_all)
+    ]
 
 
 def run_text(seconds: float) -> str:
