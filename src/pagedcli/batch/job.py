@@ -146,6 +146,11 @@ class OpenJob:
         carried = self._format.carried_as if isinstance(self._format, ParquetRows) else {}
         return [*self._kept.notes, *notes_of(carried, carried), *([] if self._known is None else self._known.notes)]
 
+    @property
+    def can_reuse(self) -> bool:
+        """Whether an earlier output has rows under the same settings, after open_sink."""
+        return self._known is not None and self._known.has_earlier
+
     def finished(self) -> RunRecord | None:
         """The record of the run, if it is being resumed and already complete. Raises: UsageError."""
         job, config = self.job, self.job.loaded.config

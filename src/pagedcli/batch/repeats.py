@@ -66,6 +66,11 @@ class KnownRows:
                 self.add(key, row.rstrip(b"\n"))
         self._first_own = self._end
 
+    @property
+    def has_earlier(self) -> bool:
+        """Whether it has rows of earlier outputs."""
+        return self._first_own > 0
+
     def add(self, key: bytes, row: bytes) -> None:
         """Add a row, unless one is known. Raises: PagedcliError if the disk is full."""
         if self._places.setdefault(key, self._end) == self._end:

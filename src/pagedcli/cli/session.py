@@ -88,13 +88,11 @@ def run_job(
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
-        if result.outcome == "out_of_time" and not result.stats.num_done:
-            say_wrapped(
-                "No row was started: --max-time counts from the start of the command, and loading took all of it."
-            )
-        if job.reuse and not result.stats.num_reused:
-            say_wrapped("No line asks for what a row of the earlier outputs has under the same settings.")
-        for text in [*_not_kept(work, engine, served, result.stats), *(cure.text for cure in cures[:1])]:
+        for text in [
+            *_without(work, result),
+            *_not_kept(work, engine, served, result.stats),
+            *(cure.text for cure in cures[:1]),
+        ]:
             say_wrapped(text)
         observe_told([*failed_rows(result.stats), *(cure.text for cure in cures)])
         if job.summary_json is not None:
@@ -167,20 +165,31 @@ def _cures(
     )
 
 
+def _without(work: OpenJob, result: BatchResult) -> list[str]:
+    """Why a run has computed no row, or has taken none over."""
+    told = []
+    if result.outcome == "out_of_time" and not result.stats.num_done:
+        told = ["No row was started: --max-time counts from the start of the command, and loading took all of it."]
+    if work.can_reuse and not result.stats.num_reused:
+        told.append("No line asks for what a row of the earlier outputs has under the same settings.")
+    return told
+
+
 def _not_kept(work: OpenJob, engine: "runner.LLMEngine", served: ServedRequests, stats: BatchStats) -> list[str]:
-    """Why a run was not faster although an earlier one had the same prompts, if a store would have kept enough."""
+    """Why a run was not faster although an earlier one had the same prompts; with a store, if that would have kept
+    enough."""
     from pagedcli.answers.cures import LEAST_TIMED_S, WORTH_SAYING
 
     plan, num_computed = engine.plan, stats.facts.num_prompt_tokens - stats.facts.num_cached_tokens
-    can_keep = plan.in_one_call and stats.facts.prefix_caching and not plan.limits.has_states
-    if work.earlier is None or engine.config.prefix_store or not can_keep or stats.elapsed_s < LEAST_TIMED_S:
+    if work.earlier is None or engine.config.prefix_store or stats.elapsed_s < LEAST_TIMED_S:
         return []
+    told = f"The run of {work.earlier} had the same prompts, but its KV cache ended with it"
+    can_keep = plan.in_one_call and stats.facts.prefix_caching and not plan.limits.has_states
     num_shared, computed = served.num_shared_tokens(plan.limits.block_size), plural(num_computed, "prompt token")
-    told = (
-        f"The run of {work.earlier} had the same prompts, but its KV cache ended with it: --prefix-store DIR keeps what"
-        f" prompts share, up to {num_shared:,} of the {computed} computed here."
-    )
-    return [told] if num_shared > WORTH_SAYING * num_computed else []
+    if not can_keep or num_shared <= WORTH_SAYING * num_computed:
+        return [f"{told}."]
+    shared = f"what prompts share, up to {num_shared:,} of the {computed} computed here"
+    return [f"{told}: --prefix-store DIR keeps {shared}."]
 
 
 def _rows_differ(work: OpenJob, engine: "runner.LLMEngine") -> bool:

@@ -117,6 +117,10 @@ def verify(
         for path, each in zip(others, found, strict=True):
             for both in pairs(rows(a), rows(path)):
                 each.add(*both)
+        if keep != TARGET and not any(each.num_targets or each.judged for each in found):
+            raise UsageError(
+                f"no row has a field {keep!r} (--keep)", hint="generate --keep copies a column of the input"
+            )
         _print_comparisons(files, found, format_)
         raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
 
@@ -139,7 +143,7 @@ class ComparedFile:
     rows: int  # in either file
     equal: Annotated[int | None, "equal rows"] = None  # None: it is the first file
     answers_differ: Annotated[int | None, "answers that differ"] = None
-    with_target: Annotated[int, "rows with a target"] = 0
+    with_target: Annotated[int, "rows with the right answer"] = 0
     right: Annotated[float | None, "right", "{:.1%}".format] = None
     interval: Annotated[Interval | None, "95 %", interval_text] = None
 
