@@ -88,11 +88,7 @@ def run_job(
             say_store(of_store, engine.config.prefix_store or "")
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
-        for text in [
-            *_without(work, result),
-            *_not_kept(work, engine, served, result.stats),
-            *(cure.text for cure in cures[:1]),
-        ]:
+        for text in [*_explained(work, engine, served, result), *(cure.text for cure in cures[:1])]:
             say_wrapped(text)
         observe_told([*failed_rows(result.stats), *(cure.text for cure in cures)])
         if job.summary_json is not None:
@@ -165,14 +161,14 @@ def _cures(
     )
 
 
-def _without(work: OpenJob, result: BatchResult) -> list[str]:
-    """Why a run has computed no row, or has taken none over."""
+def _explained(work: OpenJob, engine: "runner.LLMEngine", served: ServedRequests, result: BatchResult) -> list[str]:
+    """Why a run has computed no row, has taken none over, or was not faster than an earlier one."""
     told = []
     if result.outcome == "out_of_time" and not result.stats.num_done:
         told = ["No row was started: --max-time counts from the start of the command, and loading took all of it."]
     if work.can_reuse and not result.stats.num_reused:
         told.append("No line asks for what a row of the earlier outputs has under the same settings.")
-    return told
+    return told + _not_kept(work, engine, served, result.stats)
 
 
 def _not_kept(work: OpenJob, engine: "runner.LLMEngine", served: ServedRequests, stats: BatchStats) -> list[str]:

@@ -117,11 +117,7 @@ def verify(
         for path, each in zip(others, found, strict=True):
             for both in pairs(rows(a), rows(path)):
                 each.add(*both)
-        if keep != TARGET and not any(each.num_targets or each.judged for each in found):
-            raise UsageError(
-                f"no row has a field {keep!r} (--keep)", hint="generate --keep copies a column of the input"
-            )
-        _print_comparisons(files, found, format_)
+        _print_comparisons(files, found, format_, keep)
         raise typer.Exit(EXIT_DIFFERENT if any(each.differences for each in found) else 0)
 
 
@@ -148,8 +144,10 @@ class ComparedFile:
     interval: Annotated[Interval | None, "95 %", interval_text] = None
 
 
-def _print_comparisons(files: list[Path], found: "list[_Comparison]", format_: Format) -> None:
-    """One line per file; of two files what differs, too."""
+def _print_comparisons(files: list[Path], found: "list[_Comparison]", format_: Format, keep: str) -> None:
+    """One line per file; of two files what differs, too. Raises: UsageError if no row has the field `keep`."""
+    if keep != TARGET and not any(each.num_targets or each.judged for each in found):
+        raise UsageError(f"no row has a field {keep!r} (--keep)", hint="generate --keep copies a column of the input")
     of_two = found[0]
     rows = [ComparedFile(str(files[0]), of_two.num_rows, None, None, *of_two.accuracy(0))]
     for path, each in zip(files[1:], found, strict=True):
