@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import inf
+from math import floor, inf, log10
 from typing import Annotated
 
 from pagedcli import runner
@@ -98,11 +98,14 @@ def said_of(rows: Sequence[CacheRow], num_tokens: int) -> str:
     """What the cache saves, in a sentence."""
     (cached, without), *shorter = list(zip(rows[::2], rows[1::2], strict=True))[::-1]
     others = "".join(f", {slow.total_s / fast.total_s:.1f} up to {fast.length:,}" for fast, slow in shorter)
-    instead, long = (
-        f"{row.total_s:.3g}{'' if row.total_deviation_s is None else f' +- {row.total_deviation_s:.2g}'} s"
-        for row in (cached, without)
-    )
+    instead, long = map(_total_text, (cached, without))
     return (
         f"Without a KV cache the last {num_tokens} of {cached.length:,} tokens take"
         f" {without.total_s / cached.total_s:.1f} times as long ({long} instead of {instead}){others}."
     )
+
+
+def _total_text(row: CacheRow) -> str:
+    decimals = max(0, 2 - floor(log10(row.total_s)))  # three digits
+    deviation = "" if row.total_deviation_s is None else f" +- {row.total_deviation_s:.{decimals}f}"
+    return f"{row.total_s:.{decimals}f}{deviation} s"
