@@ -5,7 +5,7 @@ Used by cli.verify.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -56,7 +56,7 @@ class Judged:
         found = question, file, self.num_answers, self.num_flipped
         if not (number := len(self.labelled)):
             return AnswerQuality(*found)
-        shares = [np.exp(log_softmax([each / temperature for each in logprobs])) for logprobs, _ in self.labelled]
+        shares = [np.exp(logprobs) for logprobs in self._logprobs(temperature)]
         rights = [right for _, right in self.labelled]
         confidence = np.array([each.max() for each in shares])
         hits = np.array([each.argmax() == right for each, right in zip(shares, rights, strict=True)])
@@ -75,8 +75,12 @@ class Judged:
 
     def _loss(self, temperature: float) -> float:
         """The mean negative log-probability of the right option."""
-        losses = (log_softmax([each / temperature for each in logprobs])[right] for logprobs, right in self.labelled)
-        return -math.fsum(losses) / len(self.labelled)
+        both = zip(self._logprobs(temperature), self.labelled, strict=True)
+        return -math.fsum(logprobs[right] for logprobs, (_, right) in both) / len(self.labelled)
+
+    def _logprobs(self, temperature: float) -> Iterator[list[float]]:
+        """The log-probabilities of each labelled answer's options at a temperature."""
+        return (log_softmax([each / temperature for each in logprobs]) for logprobs, _ in self.labelled)
 
     def best_temperature(self) -> float:
         """The temperature with the least log loss, by golden-section search."""

@@ -83,7 +83,7 @@ class Asked:
     """A question with its options in one order."""
 
     question: Question
-    order: tuple[int, ...]  # which option is in which place
+    order: tuple[int, ...]  # number of the option in each place
     temperature: float = 1.0  # of the probabilities
 
     @property

@@ -182,10 +182,10 @@ class OpenJob:
         if scans is not None:
             self._read = scans[1]
             self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
-        for path in job.reuse:
+        if self._known is not None and job.reuse:
             settings = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
-            assert self._known is not None, "there are rows to reuse"
-            self._known.add_output(path, settings, to_parquet=isinstance(self._format, ParquetRows))
+            for path in job.reuse:
+                self._known.add_output(path, settings, to_parquet=isinstance(self._format, ParquetRows))
         self._fingerprint |= input_fingerprint(scans and scans[0])
         order = job.loaded.config.run.order
         if job.output_file is None:

@@ -47,7 +47,7 @@ class ReservationRow:
     ran at once, and the shares of all steps."""
 
     kv_cache: Annotated[str, "KV cache"]
-    at_once: Annotated[float, "sequences", "{:,.1f}".format]  # that run at once
+    at_once: Annotated[float, "sequences", "{:,.1f}".format]  # running at the same time
     most: Annotated[int, "most sequences"]
     tokens: Annotated[Share, "holds tokens"]  # shares of the pool from here on
     reserved: Annotated[Share, "reserved"]  # for tokens that come later

@@ -76,7 +76,7 @@ OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 _MOST_PASSES, _MINUTE_S = 3, 60.0
 _REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES}, within a minute."
 _PASSES_HELP = f"Number of passes over all lengths. Default: up to {MOST_PASSES}, within {MOST_S:.0f} s."
-_MODEL_LENGTHS = 4  # that the pool of `bench reservation` has room for, by default
+_MODEL_LENGTHS = 4  # room of the pool of `bench reservation`, by default
 _NOT_COMPARED = {"engine.speculation", "engine.enable_prefix_caching", "engine.eviction", "engine.checkpoints"}
 _NOT_COMPARED |= {"engine.num_state_slots", "engine.preemption_policy"}
 _COMPARE_HELP = "Compare with an earlier measurement, saved with --format json."

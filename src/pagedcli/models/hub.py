@@ -1,5 +1,6 @@
 """Finds a model: a folder in the package or on the local disk, a GGUF file, or a download from the Hub."""
 
+import functools
 from importlib.resources import files
 from pathlib import Path
 
@@ -54,14 +55,18 @@ def resolve_model(model: str, *, revision: str | None = None, weights: bool = Tr
 
 
 def adapter_folder(config: EngineConfig) -> Path | None:
-    """The folder of a configuration's adapter, which is downloaded if it is a Hub id. Raises: ModelError."""
-    if config.adapter is None:
-        return None
-    folder = Path(config.adapter).expanduser()
+    """The folder of a configuration's adapter; None without one. Raises: ModelError."""
+    return None if config.adapter is None else _resolved_adapter(config.adapter)
+
+
+@functools.cache
+def _resolved_adapter(adapter: str) -> Path:
+    """The folder of an adapter, which is downloaded if it is a Hub id: once, as several ask for it."""
+    folder = Path(adapter).expanduser()
     if not folder.is_dir():
-        if _looks_like_path(config.adapter):
+        if _looks_like_path(adapter):
             raise MissingModelError(f"no adapter folder at {folder}", hint="check the path given with --adapter")
-        folder = _download(config.adapter, None, weights=True)
+        folder = _download(adapter, None, weights=True)
     check_files(folder)
     for name in ADAPTER_FILES:
         if not (folder / name).is_file():
