@@ -136,6 +136,13 @@ def test_lengths_that_cannot_be_generated_are_refused(lengths):
     assert (result.exit_code, "--lengths" in result.stderr) == (2, True)
 
 
+def test_a_file_without_a_prompt_to_serve_is_refused_with_the_first_reason(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("nothing\n")
+    result = CliRunner().invoke(app, ["bench", "reservation", str(tmp_path / "prompts.jsonl")])
+    assert result.exit_code == 2
+    assert "error: there is no prompt to serve: line 1: not JSON" in result.stderr
+
+
 def test_pages_hold_more_than_reserved_pieces_and_sharing_adds_to_that(tmp_path):
     common = {"max_tokens": 16, "ignore_eos": True}
     prompts = [{"prompt": [9] * 40 + [10 + n] * 8, "n": 1 + n % 2, **common} for n in range(6)]

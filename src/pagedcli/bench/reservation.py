@@ -135,7 +135,8 @@ def compare_caches(
         run = BatchRun(cast("runner.LLMEngine", core), tokenizer, lines, sink, writer, options, observe=observe)
         stats = run.run().stats
         if stats.num_failed == stats.num_done:
-            raise UsageError(f"there is no prompt to serve: {stats.first_failed or 'the input is empty'}")
+            why = next((f"line {line:,}: {reason}" for line, reason in stats.first_failed), "the input is empty")
+            raise UsageError(f"there is no prompt to serve: {why}")
         slots = watch.num_steps * num_blocks * engine.limits.block_size
         held = watch.num_held - watch.num_unfilled, watch.num_unfilled - watch.num_never, watch.num_never
         tokens, reserved, internal, external = (each / slots for each in (*held, watch.num_free))
