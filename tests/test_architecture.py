@@ -28,7 +28,7 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"content_files", "later"}
+LOW |= {"buckets", "content_files", "later"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -40,6 +40,7 @@ ALLOWED = {
     "files": {"errors", "line_files", "process"},
     "line_files": {"errors"},
     "content_files": {"errors", "files", "printable"},
+    "buckets": {"errors", "files"},
     "remote": {"errors", "later", "printable"},
     "config_keys": {"errors"},
     "sampling_params": {"config_keys", "errors"},
