@@ -52,18 +52,15 @@ def run_queue_job(job: Job, output: str, url: str, num_workers: int) -> int:
             return parts
 
         queue = distributed.queue.join(Folder(url), output, _asked(job), Path(local), cut)
-        say(f"{_rows(queue)}, {queue.manifest.num_parts - len(queue.records):,} to do")
+        rows = f"{plural(sum(queue.manifest.num_rows), 'row')} in {plural(queue.manifest.num_parts, 'part')}"
+        say(f"{rows}, {len(queue.left):,} to do")
         outcome, stats = _work(queue, job, Path(local))
         if outcome == "complete":
             queue.clear()
-            say(f"all {_rows(queue)} are done")
+            say(f"all {rows} are done")
     job.watch(stats)
     report(job, result := BatchResult(outcome, stats, ignored), str(queue.output))
-    return exit_code(result) or (EXIT_BAD_ROWS if queue.num_failed else 0)
-
-
-def _rows(queue: "distributed.queue.Queue") -> str:
-    return f"{plural(sum(queue.manifest.num_rows), 'row')} in {plural(queue.manifest.num_parts, 'part')}"
+    return exit_code(result) or (EXIT_BAD_ROWS if queue.count()[1] else 0)
 
 
 def _asked(job: Job) -> dict[str, str]:
@@ -86,22 +83,23 @@ def _work(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[Outc
         ThreadPoolExecutor(_PARTS_AT_ONCE) as pool,
     ):
         try:
-            while running or not queue.is_complete:
+            while running or queue.left:
                 if len(running) < _PARTS_AT_ONCE and (lease := queue.take()) is not None:
                     worker = worker or distributed.worker.Worker(local, job.loaded)
                     running.add(pool.submit(queue.run, lease, worker))
                     continue
-                if not running:
+                if not running and queue.left:
                     time.sleep(_POLL_S)
                 done, running = wait(running, _POLL_S, FIRST_COMPLETED)
                 for each in done:
                     each.result()
                 own = BatchStats() if worker is None else worker.stats
-                num_others = max(queue.num_done - own.num_done, 0)
+                num_done, num_failed = queue.count()
+                num_others = max(num_done - own.num_done, 0)
                 view.update(replace(own, num_rows=sum(queue.manifest.num_rows), num_resumed=num_others))
                 if stop.requested:
                     return "interrupted", own
-                if most_errors is not None and max(own.num_failed, queue.num_failed) >= most_errors:
+                if most_errors is not None and max(own.num_failed, num_failed) >= most_errors:
                     return "too_many_errors", own
                 if worker is not None and worker.is_stopped:
                     return "out_of_time", own
@@ -124,28 +122,32 @@ class HeldPart(msgspec.Struct, frozen=True):
 
 def show_queue(url: str, format_: Format) -> None:
     """Print what is left of a run, who works on it and how long it takes. Raises: UsageError if there is no queue."""
-    folder, held = Folder(url), []
-    if (terms := distributed.queue.read_terms(folder)) is None:
+    if (terms := distributed.queue.read_terms(folder := Folder(url))) is None:
         raise UsageError(f"there is no queue in {url}, or its input is still being cut")
-    queue, manifest = distributed.queue.Queue(folder, terms), terms.manifest
-    left, newest = queue.update(), queue.leases.newest()
-    for part in left:
+    queue, manifest, held = distributed.queue.Queue(folder, terms), terms.manifest, []
+    queue.update()
+    newest = queue.leases.newest()
+    for part in queue.left:
         file = newest.get(distributed.queue.lease_name(part))
         if file is not None and not (holder := queue.leases.holder(file)).is_given_back:
             worker, held_s = holder.worker.rpartition(":")[0], holder.beat * LEASE_S / BEATS
             silent_s = max(folder.age_s(file), 0.0)
             held.append(HeldPart(part, worker, holder.num_rows, manifest.num_rows[part], held_s, silent_s))
     alive = [each for each in held if each.silent_s < LEASE_S]
-    num_rows, per_s = sum(manifest.num_rows), sum(each.num_done / each.held_s for each in alive if each.held_s)
-    left_s = (num_rows - queue.num_done - sum(each.num_done for each in alive)) / per_s if per_s else None
+    (num_done, num_failed), num_rows = queue.count(), sum(manifest.num_rows)
+    per_s = sum(each.num_done / each.held_s for each in alive if each.held_s)
+    left_s = (num_rows - num_done - sum(each.num_done for each in alive)) / per_s if per_s else None
     said = f"{len(queue.records):,} of {plural(manifest.num_parts, 'part')} are done"
-    said += f" ({queue.num_done:,} of {plural(num_rows, 'row')}, {queue.num_failed:,} failed)"
-    if left:
+    said += f" ({num_done:,} of {plural(num_rows, 'row')}, {num_failed:,} failed)"
+    if queue.left:
         workers = plural(len({each.worker for each in alive}), "worker")
-        said += f"; {len(alive):,} are with {workers}, {len(left) - len(alive):,} are free"
+        said += f"; {len(alive):,} are with {workers}, {len(queue.left) - len(alive):,} are free"
     said += "" if left_s is None else f"; about {duration_text(left_s)} left"
-    facts = {
-        **{"parts": manifest.num_parts, "parts_done": len(queue.records), "parts_held": len(alive), "rows": num_rows},
-        **{"rows_done": queue.num_done, "rows_failed": queue.num_failed, "left_s": left_s, "output": str(queue.output)},
+    facts: dict[str, object] = {
+        "parts": manifest.num_parts,
+        "parts_left": len(queue.left),
+        "rows": num_rows,
+        "rows_done": num_done,
     }
+    facts |= {"rows_failed": num_failed, "left_s": left_s}
     print_tables([table(HeldPart, "held", "Parts that workers have", held)], format_, facts=facts, story=[f"{said}."])
