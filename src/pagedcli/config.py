@@ -354,7 +354,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_time: Annotated[
         float | None,
         _rows(
-            "Start no row after this time, e.g. 90min or 6h; rows in flight finish, --resume continues",
+            "Start no row after this time, e.g. 1h30m or 6h; rows in flight finish, --resume continues",
             metavar="TIME",
             default="no limit",
             above=0,
@@ -564,8 +564,11 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of '6h', '90min', '1.5d' or '45'. Raises: ConfigError."""
-    return _parse(text, _SECONDS, "a time", "6h, 90min or 45s")
+    """Seconds of '6h', '1h30m', '1.5d' or '45'. Raises: ConfigError."""
+    parts = re.findall(r"\s*[\d.]+\s*[A-Za-z]+\s*", text)
+    if not parts or "".join(parts) != text:
+        parts = [text]
+    return sum(_parse(part, _SECONDS, "a time", "6h, 1h30m or 45s") for part in parts)
 
 
 def _parse(text: str, units: Mapping[str, int], what: str, examples: str) -> float:

@@ -465,6 +465,8 @@ def open_journal(path: Path, fingerprint: dict[str, str], *, resume: bool, overw
     partial = journal_path(path)
     if resume and partial.exists():
         return Journal.resume(partial, fingerprint, overwrite=overwrite)
+    if resume and path.exists() and not overwrite:  # since the caller looked for it
+        raise UsageError(f"another run has just finished {path}", hint="run the same command again")
     return Journal.create(partial, fingerprint, overwrite=overwrite)
 
 
