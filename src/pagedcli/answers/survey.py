@@ -48,6 +48,7 @@ class PromptScan:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
+    first_ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> its first line
     scores: Counter[str] = field(default_factory=Counter)  # counts of scored rows and tokens: see add_scored
 
     def add_scored(self, num_context: int, num_known: int, continuations: list[list[int]], block_size: int) -> None:
@@ -144,7 +145,8 @@ def scan_prompts(
                 num_known *= engine.enable_prefix_caching
                 scan.scores["num_rows"] += prompt is row.prompts[0]
                 scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)
-    scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored
+    scan.num_rows, scan.num_deduplicated = prompts.num_rows, prompts.num_deduplicated
+    scan.ignored, scan.first_ignored = prompts.ignored, prompts.first_ignored
     return scan
 
 

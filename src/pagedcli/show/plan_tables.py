@@ -136,9 +136,7 @@ def _rows_table(scan: PromptScan) -> Table:
     rows["prompt equal to an earlier one"] = scan.plan.num_repeated
     if scan.num_deduplicated:
         rows["with the answers of an earlier one, left out"] = scan.num_deduplicated
-    notes = [
-        f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
-    ]
+    notes = []
     if scores := scan.scores:
         rows |= {"with scores": scores["num_rows"], "continuations of these": scores["num_continuations"]}
         notes.append(
