@@ -128,7 +128,7 @@ class _File:
     scan: PromptScan
     requests: PromptRequests
     decision: "planning.decision.Decision | None"  # None: there is no model, or its engine would refuse to start
-    fit: Fit | None  # what this machine holds of the model, if it is predicted
+    fit: Fit | None  # None: the memory of this model is not predicted
     refusal: str | None  # why it would
 
     @property

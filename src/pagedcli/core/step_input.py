@@ -149,7 +149,7 @@ class LaunchedStep:
     scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
     computed: list[Sequence]  # sequences with targets of which it computes the last token
     drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
-    has_beams: bool  # what can be scheduled next depends on which of them are kept
+    has_beams: bool  # the next step depends on which beams are kept
     sample: Callable[[SamplingInput], TokensToRead] | None = None
 
     def rows_that_count(self, token_ids: Items[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
