@@ -6,6 +6,7 @@ Its players show snapshots of a server's prefix trees, live or recorded.
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import Any, ClassVar, get_args
 
@@ -25,7 +26,7 @@ from pagedcli.app.pages import LinePrompt, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Cause, Shapes, TreeBranch, branch_label, hash_text, largest_branches, token_ids
+from pagedcli.kvevents.tree import Cause, TreeBranch, TreeShape, branch_label, hash_text, largest_branches, token_ids
 from pagedcli.printable import one_line, plural, seconds_text
 from pagedcli.show.kv_tables import CacheRow, LoraRow, cache_rows, facts, limits, lora_rows
 from pagedcli.trace.tokens import Decode
@@ -54,15 +55,14 @@ class Snapshot:
     def of(cls, state: KVState, seconds: float) -> "Snapshot":
         """The snapshot of a state, whose trees it walks."""
         trees = sorted(state.trees, key=lambda tree: -tree.num_resident)[:_MOST_TREES]
-        branches: list[tuple[TreeBranch, float]] = []
-        shapes = Shapes()
-        for tree in trees:
-            shape = shapes(tree)
-            total = shape.total_tokens or 1
-            most = _MOST_BRANCHES // len(trees)
-            branches += [(branch, branch.num_tokens / total) for branch in largest_branches(shape, most)]
+        shape_of = cache(TreeShape)
+        branches = [
+            (branch, branch.num_tokens / (shape_of(tree).total_tokens or 1))
+            for tree in trees
+            for branch in largest_branches(shape_of(tree), _MOST_BRANCHES // len(trees))
+        ]
         notes = [*reversed(state.notes), *limits(state)]
-        caches, adapters = cache_rows(state, shapes), lora_rows(state)
+        caches, adapters = cache_rows(state, shape_of), lora_rows(state)
         return cls(seconds, facts(state), caches, adapters, branches, why_of_server(state), notes)
 
 
