@@ -137,12 +137,9 @@ class LineChart:
         return f'<g transform="{place}"><title>{escape(title)}</title>{marker(series)}</g>'
 
     def svg(self, parts: Iterable[str], label: str) -> str:
-        return svg(self.width, self.height, parts, label)
-
-
-def svg(width: int, height: int, parts: Iterable[str], label: str) -> str:
-    """A drawing. `label` is for readers who do not see it."""
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+        """The drawing of these parts. `label` is for readers who do not see it."""
+        box = f"0 0 {self.width} {self.height}"
+        return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:

@@ -191,20 +191,17 @@ def _rates(hits: LookupHits) -> dict[str, Any]:
 
 
 Landmark = Literal["preemption", "eviction", "miss", "failure"]
+_LANDMARKS: dict[type[ev.Event], Landmark] = {
+    ev.RequestPreempted: "preemption", ev.BlockEvicted: "eviction", ev.StepFailed: "failure",
+}  # fmt: skip
 StepEvents = Iterator[tuple[int | None, ev.Event]]  # each event with its step, or the step before it
 
 
 def landmark(event: ev.Event) -> Landmark | None:
     """The kind of place to jump to that an event makes its step; of a failed step, the one after it."""
-    if isinstance(event, ev.RequestPreempted):
-        return "preemption"
-    if isinstance(event, ev.BlockEvicted):
-        return "eviction"
-    if isinstance(event, ev.PrefixLookedUp) and event.miss_reason == "no_match":
-        return "miss"
-    if isinstance(event, ev.StepFailed):
-        return "failure"
-    return None
+    if isinstance(event, ev.PrefixLookedUp):
+        return "miss" if event.miss_reason == "no_match" else None
+    return _LANDMARKS.get(type(event))
 
 
 def next_place(places: Sequence[int], position: int, *, backward: bool) -> int | None:
