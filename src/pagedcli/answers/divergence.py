@@ -92,7 +92,6 @@ class Divergence:
         return self.rate_in_file, max(0.0, self.new_rate - self.margin), True
 
     def finding(self, block_size: int) -> str:
-        """Where prompts diverge, in words."""
         what = "drawn prompt" if self.is_sample else "prompt"
         prompts = f"{self.num_prompts:,} of {plural(self.num_looked_at, what)}"
         if self.action == "one salt":

@@ -147,7 +147,6 @@ class PlayerApp(App[None]):
             self._show_head()
 
     def refresh_all(self) -> None:
-        """Show the current moment."""
         self._show_head()
         if self.player.moment is not None:
             self.show_moment()

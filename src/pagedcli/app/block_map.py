@@ -88,7 +88,6 @@ class BlockMap(Painted):
         self._cursor = 0
 
     def show(self, moment: Moment, marked: set[int]) -> None:
-        """Draw a moment with some blocks marked."""
         num_before = None if self._moment is None else self._moment.state.num_blocks
         self._moment, self._marked = moment, marked
         if num_before != moment.state.num_blocks:
@@ -310,7 +309,6 @@ def _cells(
 
 
 def _values(of_blocks: list[T], ids: Sequence[int]) -> list[T]:
-    """The values of these blocks."""
     return of_blocks[ids.start : ids.stop] if isinstance(ids, range) else [of_blocks[i] for i in ids]
 
 
@@ -322,7 +320,6 @@ def _kind(state: PoolState, block_id: int) -> Look:
 
 
 def _summary(state: PoolState, ids: Sequence[int]) -> Look:
-    """Several blocks as one cell."""
     counts, hashes = _values(state.ref_counts, ids), _values(state.hashes, ids)
     num_free, num_exclusive, num_unhashed = counts.count(0), counts.count(1), hashes.count(None)
     if num_free + num_exclusive < len(counts):

@@ -53,7 +53,6 @@ class Snapshot:
 
     @classmethod
     def of(cls, state: KVState, seconds: float) -> "Snapshot":
-        """The snapshot of a state, whose trees it walks."""
         trees = sorted(state.trees, key=lambda tree: -tree.num_resident)[:_MOST_TREES]
         shape_of = cache(TreeShape)
         branches = [

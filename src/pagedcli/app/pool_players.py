@@ -45,12 +45,10 @@ class PoolPlayer(Player[Moment]):
         """All sequences that are known; of a recorded run those of later steps, too."""
 
     def sequence_story(self, seq_id: int) -> Story:
-        """What happened to a sequence."""
         assert self.moment is not None, "a sequence is selected in a moment"
         return sequence_story(seq_id, self.events(), self.moment.state)
 
     def block_story(self, block_id: int) -> Story:
-        """What happened to a block."""
         return block_story(block_id, self.events())
 
 
@@ -227,7 +225,6 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self._moment, self._due_s = self.live.copy(), math.inf
 
     def finish(self) -> None:
-        """The run has ended or failed."""
         self._catch_up()
         self._moment = self.live
         super().finish()

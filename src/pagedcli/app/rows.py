@@ -63,7 +63,6 @@ class Painted(Widget):
             self._title, self.border_title = title, Content(title)
 
     def refresh_changed(self) -> None:
-        """Paint the lines again that have changed."""
         width, height = self.scrollable_content_region.size
         for y in range(height):
             if self.line(y, width) != self._painted.get(y):

@@ -115,7 +115,6 @@ class SequenceList:
         return [row.seq for row in rows]
 
     def title(self, num_shown: int) -> str:
-        """What the list shows, in words."""
         matching = f" with {one_line(self.filter)!r}" if self.filter else ""
         return f"{'all' if self.with_finished else 'unfinished'} sequences{matching}: {num_shown:,}"
 
@@ -161,7 +160,6 @@ class SequenceRows:
         return Text(f"{cells}  {_LAST_NAME}" if width - len(cells) > _MIN_LAST else cells)
 
     def row(self, seq_id: int, width: int) -> Text:
-        """One sequence."""
         seq = self._state.seq(seq_id)
         if seq is None:  # it has left since
             return Text()

@@ -347,7 +347,6 @@ def message_rows(reader: CaptureReader) -> Iterator[Figures]:
 
 
 def message_line(row: Figures) -> str:
-    """A message in a line."""
     time_s = "-" if row["time_s"] is None else f"{row['time_s']:.3f} s"
     twice = f", {row['num_tokens_computed_twice']:,} tokens twice" if row["num_tokens_computed_twice"] else ""
     changes = f"stored {row['num_stored_blocks']:,}, removed {row['num_removed_blocks']:,}{twice}"

@@ -115,7 +115,6 @@ class LineChart:
                 yield f'<text x="{x:.1f}" y="{bottom + 18 + 16 * place}" text-anchor="middle">{escape(label)}</text>'
 
     def x_label(self, text: str) -> str:
-        """What the horizontal axis shows."""
         x = (self.left + self.width - self.right) / 2
         return f'<text x="{x}" y="{self.height - self.bottom + 36}" text-anchor="middle">{escape(text)}</text>'
 

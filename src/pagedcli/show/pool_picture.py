@@ -131,7 +131,6 @@ def shown_sequences(state: PoolState, blocks: Sequence[ShownBlock], chosen: Coll
 
 
 def caption(state: PoolState, blocks: Sequence[ShownBlock]) -> str:
-    """What the picture shows, in words."""
     step = state.step
     new_tokens = 0 if step is None else sum(step.num_new_tokens)
     num_written = sum(block.is_written for block in blocks)

@@ -175,7 +175,6 @@ class _Slot(ShownRow):
 
 
 def _slots(state: PoolState) -> Table:
-    """Each slot of recurrent state that is not empty."""
     rows = [_Slot(slot) for slot in state_slots(state)]
     return table(_Slot, "state_slots", "Slots of recurrent state", rows)
 
@@ -308,7 +307,6 @@ class StepPrinter:
         self.show(event)
 
     def settled(self) -> PoolState:
-        """The state after all events so far."""
         return self.moment.state
 
     def show(self, event: Event) -> None:

@@ -252,7 +252,6 @@ class SlotLedger:
         self.empty = OrderedDict.fromkeys(slot_id for slot_id in range(self.num_slots) if slot_id not in kept)
 
     def copy(self) -> "SlotLedger":
-        """A snapshot that later events do not change."""
         other = copy.copy(self)
         for name in ("ref_counts", "snapshots", "empty", "idle", "index"):
             setattr(other, name, getattr(self, name).copy())

@@ -202,7 +202,6 @@ class StepRecord:
         return 0 if self.end_ns is None else max(0, self.end_ns - self.start_ns - self.observer_ns)
 
     def copy(self) -> "StepRecord":
-        """A copy that shares nothing that changes."""
         other = copy.copy(self)
         other.lookups = self.lookups.copy()
         other.preemptions = self.preemptions.copy()

@@ -82,7 +82,6 @@ class Moment(View):
 
     @property
     def follow_seq_ids(self) -> set[int]:
-        """Sequences of the followed request."""
         return set() if self.follow is None else self.follow.seq_ids
 
     def _keep(self, event: ev.Event) -> None:
@@ -91,7 +90,6 @@ class Moment(View):
         self._num_unsaid += 1
 
     def followed_blocks(self) -> set[int]:
-        """Blocks that the followed request holds."""
         seqs = (self.state.seqs.get(seq_id) for seq_id in self.follow_seq_ids)
         return {block_id for seq in seqs if seq is not None for block_id in seq.held_block_ids}
 
@@ -134,7 +132,6 @@ class Moment(View):
         return lines
 
     def line(self) -> str:
-        """The moment in one line."""
         state, rate = self.state, self.stats.tokens_per_s
         counts = pool_counts(state)
         stalled = f" ({num_stalled} stalled)" if (num_stalled := state.num_stalled) else ""
@@ -305,7 +302,6 @@ class Replay:
         return stop if 0 <= stop < len(self.steps) and self.steps[stop] == step else None
 
     def events(self) -> StepEvents:
-        """All events of the trace."""
         step: int | None = None
         for stop, chunk in zip(self.steps, self._chunks, strict=True):
             for line in chunk.splitlines():

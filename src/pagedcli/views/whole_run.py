@@ -349,7 +349,6 @@ class WholeRun(View):
         return self._starts_s[-1] if self._starts_s else 0.0
 
     def findings(self, state: PoolState) -> Findings:
-        """What the run says about its cache."""
         first, facts = totals_of(self.explainer.lookups, own=False), self.stats.facts
         if not self.stats.num_compared and state.started.enable_prefix_caching:  # an older trace: what its blocks show
             facts = replace(
