@@ -307,19 +307,13 @@ class PlayerApp(App[None]):
         """Do some work in a thread, then show its result: at once, if it takes no time."""
         outcome: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:
-                outcome.set_exception(error)
-
         def look() -> None:
             if outcome.done():
                 show(outcome.result())
             else:
                 self.set_timer(_KEY_TICK_S, look)
 
-        threading.Thread(target=run, name="look-up", daemon=True).start()
+        threading.Thread(target=_settle, args=(outcome, work), name="look-up", daemon=True).start()
         wait([outcome], _AT_ONCE_S)
         look()
 
@@ -372,10 +366,16 @@ class PlayerApp(App[None]):
         self._num_signals += 1
 
 
+def _settle(outcome: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 _WAIT_S = 0.1
-_SWITCH_S = (
-    0.0005  # a thread that waits for the interpreter gets it within this: the screen's must not hold up the work
-)
+# a thread that waits for the interpreter gets it within this: the screen's must not hold up the work
+_SWITCH_S = 0.0005
 
 
 def watch(app: PlayerApp, player: RunningPlayer[Any], work: Callable[[], T]) -> T:
@@ -387,11 +387,8 @@ def watch(app: PlayerApp, player: RunningPlayer[Any], work: Callable[[], T]) -> 
     outcome: Future[T] = Future()
 
     def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            player.closes_at_end = True  # so that its message is seen
-            outcome.set_exception(error)
+        _settle(outcome, work)
+        player.closes_at_end |= outcome.exception() is not None  # so that its message is seen
         player.finish()
 
     thread = threading.Thread(target=run, name="work", daemon=True)
