@@ -56,19 +56,15 @@ class EventFormat(Protocol):
 
     def owns(self, plain: Any) -> bool:
         """Whether a decoded message is of this format; the first one in FORMATS that says so reads it."""
-        ...
 
     def is_line(self, record: Fields) -> bool:
         """Whether a file may have such objects as its lines, without a header."""
-        ...
 
     def read(self, plain: Any) -> wire.Batch:
         """Decode a message. Raises: WireError if it is none; single events that cannot be read are counted."""
-        ...
 
     def redacted(self, plain: Any, redactor: Redacts) -> Any:
         """The message with the same shape, from which no prompt can be recovered."""
-        ...
 
 
 def decode_batch(payload: bytes) -> wire.Batch:
