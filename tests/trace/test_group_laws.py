@@ -81,7 +81,7 @@ def test_a_block_of_other_bytes_than_the_largest_group_takes_is_refused(events, 
 def test_each_block_belongs_to_the_group_of_its_place_in_every_table(windows, fails):
     checker, num_copies = TraceChecker(), 0
     for event in simulated(num_blocks=16 * len(windows), windows=windows, fails=fails):
-        checker.apply(event)
+        checker(event)
         state = checker.state
         num_copies += isinstance(event, BlockCopied)
         for seq in state.running() if isinstance(event, StepFinished) else ():  # copies leave tables open in between

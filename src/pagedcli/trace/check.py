@@ -42,23 +42,18 @@ class CheckedTrace:
 def check_trace(source: EventSource) -> CheckedTrace:
     """Fold a trace and verify every law. Raises TraceError with the location of the first violation."""
     checker = TraceChecker()
-    for _ in checker.fold.steps(source):
+    for _ in checker.steps(source):
         pass
     return checker.result(source.notes)
 
 
-class TraceChecker:
-    """Folds events into `state` and raises TraceError at the first that breaks a law."""
+class TraceChecker(Fold):
+    """A fold that raises TraceError at the first event that breaks any law."""
 
     def __init__(self) -> None:
         prefixes = PrefixLaws()
         laws = Laws(PoolLaws(), SlotLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes), DraftLaws())
-        self.fold = Fold(PoolState(), laws=laws)
-        self.state = self.fold.state
-
-    def apply(self, event: ev.Event) -> None:
-        """Check and apply the next event."""
-        self.fold(event)
+        super().__init__(PoolState(), laws=laws)
 
     def result(self, notes: Iterable[str]) -> CheckedTrace:
         """The result. A trace may end within a step, as that of a killed run does."""
