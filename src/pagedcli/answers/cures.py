@@ -56,10 +56,6 @@ class Trial:
     gain: float  # share of the computed tokens that it saves
     is_sure: bool  # whether it saves tokens, takes no more time, and refuses no request more
 
-    @property
-    def is_cure(self) -> bool:
-        return self.is_sure and self.gain >= WORTH_SAYING
-
 
 @dataclass(slots=True)
 class Trials:
@@ -136,7 +132,7 @@ class Trials:
     def best(self) -> list[Trial]:
         """The sure ones, best first; of equally good ones the cheapest."""
         order = {kind: place for place, kind in enumerate(KINDS)}
-        sure = [trial for trial in self.tried if trial.is_cure]
+        sure = [trial for trial in self.tried if trial.is_sure and trial.gain >= WORTH_SAYING]
         return sorted(sure, key=lambda each: (-round(each.gain / _AS_GOOD), order.get(each.setting.kind, 0)))
 
 

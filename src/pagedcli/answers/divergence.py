@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.core.prefixes import BLOCK_SIZES
+from pagedcli.core.prefixes import BLOCK_SIZES, num_equal
 from pagedcli.errors import RequestError
 from pagedcli.planning import differences as diff
 from pagedcli.planning.differences import Difference, Place
@@ -263,7 +263,7 @@ class Finder:
         size = self.block_size
         if not self._are_enough(int((state.hits == 0).sum()), len(state.ids)):
             return []
-        in_template = max((num_equal_ids(ids, self.template) for ids in state.ids[:100]), default=0)
+        in_template = max((num_equal(ids, self.template) for ids in state.ids[:100]), default=0)
         best: tuple[int, Ints] | None = None
         for smaller in sorted((each for each in BLOCK_SIZES if each < size), reverse=True):
             shared = shared_tokens(state.ids, state.salts, smaller)
@@ -460,11 +460,6 @@ def _rate(ids: Sequence[Ids], hits: Ints) -> float:
 
 def _first(value: str, _: str) -> str:
     return value
-
-
-def num_equal_ids(a: Ids, b: Ids) -> int:
-    """The length of the common beginning of token ids."""
-    return common_prefix(_as_text(a), _as_text(b))
 
 
 def _groups(compared: Sequence[_Compared]) -> list[list[_Compared]]:

@@ -18,7 +18,7 @@ from pagedcli.app.pages import LinePrompt, StoryPage, TablePage
 from pagedcli.app.pool_players import LivePlayer, PoolPlayer
 from pagedcli.app.rows import Lines, Painted, Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows, block_facts, sequence_facts
-from pagedcli.app.timeline import TimeLine
+from pagedcli.app.timeline import BARS, TimeLine
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line, plural
 from pagedcli.show.panels import hit_lines, percent, work_lines
@@ -32,7 +32,6 @@ from pagedcli.views.state_slots import slot_words, slots_line, state_slots
 from pagedcli.views.words import Story, waiting_reason
 
 _TITLE_SPACE = 4  # cells around a panel's title
-_BARS = "▁▂▃▄▅▆▇█"
 _LEGEND = """\
  time line     each column a step or several: blocks in use, cached, empty;
                P preempted, e evicted, ▲ shown. With the focus: up, down
@@ -471,4 +470,4 @@ def _hit_name(hit: Hit) -> str:
 def spark(values: Iterable[float], width: int) -> str:
     """The last shares between 0 and 1 as bars."""
     shown = list(values)[-width:]
-    return "".join(_BARS[min(7, int(8 * value))] for value in shown)
+    return "".join(BARS[min(7, int(8 * value))] for value in shown)

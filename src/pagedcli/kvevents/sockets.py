@@ -122,7 +122,7 @@ class Subscriber(Closes):
                     message = split_frames(frames)
                 except WireError:
                     continue
-                if message.ends_replay or (before is not None and message.seq is not None and message.seq >= before):
+                if message.seq is not None and message.seq >= (END_OF_REPLAY if before is None else before):
                     return
                 yield [message.topic, *frames[-2:]]
         finally:

@@ -268,12 +268,9 @@ class Replay:
                 self._snapshots = {stop: self._snapshots[stop] for stop in kept}
 
     def _note_landmark(self, event: ev.Event) -> None:
-        name = landmark(event)
-        if name is None:
-            return
-        stops = self.landmarks[name]
-        if not stops or stops[-1] != len(self.steps):
-            stops.append(len(self.steps))
+        stop, name = len(self.steps), landmark(event)
+        if name is not None and self.landmarks[name][-1:] != [stop]:
+            self.landmarks[name].append(stop)
 
     # ------------------------------------------------------------------ navigation
 

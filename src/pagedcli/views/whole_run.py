@@ -172,12 +172,11 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
 def story(findings: Findings, elapsed_s: float) -> str:
     """What ran, in a sentence."""
     facts = findings.facts
-    ran = (
+    return (
         f"{plural(facts.num_sequences, 'sequence')} generated {plural(facts.num_generated_tokens, 'token')} in "
         f"{plural(facts.num_steps, 'step')} and {seconds_text(elapsed_s)}, with at most "
-        f"{percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool in use"
+        f"{percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool in use."
     )
-    return f"{ran}."
 
 
 def _prefix_text(findings: Findings) -> str:
