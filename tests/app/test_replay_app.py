@@ -145,7 +145,7 @@ def test_enter_tells_the_story_of_a_sequence_and_goes_to_its_step(events):
         assert f"─ seq {seq_id} ─" in text
         for part in ("prompt  ", "waited  ", "preempted  ", "admit: hit", "first token"):
             assert part in text
-        story = app.pool_player.sequence_story(seq_id)
+        story = sequence_story(seq_id, app.pool_player.events(), app.player.moment.state)
         await press(pilot, "end", "enter")
         assert app.player.moment.state.step_number == story[-1][0]
         assert "prefix hits" in screen_text(app)  # the page is closed

@@ -20,7 +20,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import BLOCK_SIZES, num_equal
 from pagedcli.errors import RequestError
 from pagedcli.planning import differences as diff
-from pagedcli.planning.differences import Difference, Place
+from pagedcli.planning.differences import Difference
 from pagedcli.planning.equal_runs import (
     EqualWindow,
     Ids,
@@ -128,7 +128,6 @@ class Change:
     kind: str
     apply: Callable[[Texts], list[str]]
     differences: Sequence["_Compared"] = ()
-    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,10 +352,10 @@ class Finder:
                 continue
             if place.values:
                 apply = partial(diff.replaced, place=place, new=partial(_first, place.values[0]))
-                changes.append(Change("normalize", place.kind, apply, group, place))
+                changes.append(Change("normalize", place.kind, apply, group))
             if place.kind not in ("start", "blank", "template"):
                 apply = partial(diff.moved, place=place, tail=tail, has_words=self.has_words, marks=self.marks)
-                changes.append(Change("move", place.kind, apply, group, place))
+                changes.append(Change("move", place.kind, apply, group))
         return changes
 
     def _tail(self, texts: Texts) -> str:

@@ -102,6 +102,7 @@ class PlayerApp(App[None]):
         *(Binding(digit, f"ask_step('{digit}')", show=False) for digit in "0123456789"),
     ]
     MORE_KEYS = ""
+    main_panel: Painted  # has the focus at first
 
     def __init__(self, player: Player[Any], title: str) -> None:
         super().__init__()
@@ -152,11 +153,6 @@ class PlayerApp(App[None]):
             self.show_moment()
 
     # ------------------------------------------------------------------ for subclasses
-
-    @property
-    @abstractmethod
-    def main_panel(self) -> Painted:
-        """The panel that has the focus at first."""
 
     @abstractmethod
     def show_moment(self) -> None:

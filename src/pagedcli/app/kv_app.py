@@ -24,7 +24,7 @@ from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.commands import Command
 from pagedcli.app.pages import LinePrompt, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
-from pagedcli.app.rows import Lines, Painted, Rows
+from pagedcli.app.rows import Lines, Rows
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tree import Cause, TreeBranch, TreeShape, branch_label, hash_text, largest_branches, token_ids
 from pagedcli.printable import one_line, plural, seconds_text
@@ -219,7 +219,7 @@ class KVApp(PlayerApp):
         self._sort = 0
         self._filter = ""
         self._searched = ""
-        self._tree = Rows(id="tree", empty="no blocks")
+        self._tree = self.main_panel = Rows(id="tree", empty="no blocks")
         self._shown: dict[int, TreeBranch] = {}  # row -> its branch
         self._labels: dict[int, str] = {}
         self._figures = Static(id="figures")
@@ -264,10 +264,6 @@ class KVApp(PlayerApp):
 
     def legend(self) -> str:
         return _LEGEND
-
-    @property
-    def main_panel(self) -> Painted:
-        return self._tree
 
     def commands(self) -> list[Command]:
         return [

@@ -173,7 +173,6 @@ class Rows(ScrollView, Painted):
         self._heading: Callable[[int], Text] | None = None
         self._cells: Callable[[int | None], Sequence[str]] | None = None
         self._cursor = 0
-        self._title = ""
 
     @property
     def cursor_key(self) -> int | None:

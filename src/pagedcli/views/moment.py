@@ -26,19 +26,10 @@ from pagedcli.views.stats import ROLLING_STEPS, LookupHits, RunStats, StepSeries
 from pagedcli.views.words import describe, event_seq_ids
 
 _NOTABLE = (
-    ev.PrefixLookedUp,
-    ev.RequestPreempted,
-    ev.BlockEvicted,
-    ev.RequestFinished,
-    ev.RequestRefused,
-    ev.SequenceForked,
-    ev.BlockCopied,
-    ev.StepFailed,
-    ev.CheckpointLookedUp,
-    ev.CheckpointMade,
-    ev.CheckpointDropped,
+    ev.PrefixLookedUp, ev.RequestPreempted, ev.BlockEvicted, ev.RequestFinished, ev.RequestRefused, ev.SequenceForked,
+    ev.BlockCopied, ev.StepFailed, ev.CheckpointLookedUp, ev.CheckpointMade, ev.CheckpointDropped,
     ev.CheckpointRestored,
-)
+)  # fmt: skip
 _KEPT_EVENTS = 400
 _KEPT_STEPS = 240  # the length of the trends
 
