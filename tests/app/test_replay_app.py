@@ -8,7 +8,7 @@ from harness.core import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.events import RequestAdded, RequestPreempted
+from pagedcli.events import RequestAdded, RequestPreempted, SequenceForked
 from pagedcli.trace.fold import fold
 from pagedcli.views.moment import Replay
 from pagedcli.views.names import NamedRequest
@@ -298,8 +298,9 @@ def test_a_sequence_story_leaves_its_name_out_with_the_preposition_before_it(win
 def test_waited_steps_are_the_phases_of_waiting(events):
     timelines = Timelines()
     state = fold(EventList(events), timelines)
+    forked = {event.seq_id for event in events if isinstance(event, SequenceForked)}
     for seq in state.finished.values():
-        if seq.parent_seq_id is not None:
+        if seq.seq_id in forked:
             continue  # it begins to run in the step that adds it
         phases = [p for p in timelines.phases[seq.seq_id] if p.status in ("waiting", "preempted")]
         assert seq.num_steps_waited(state.step_number) == sum(p.last_step - p.first_step + 1 for p in phases)

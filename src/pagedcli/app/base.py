@@ -199,7 +199,8 @@ class PlayerApp(App[None]):
     def _notices(self) -> tuple[str, ...]:
         player = self.player
         speed = "" if player.speed is None else f"{player.speed:g} {player.unit}s/s"
-        return "PAUSED" if player.paused and not self._has_run else speed, player.place, self._said
+        has_run = self._is_live and player.is_at_end  # what is shown is the end of a run that was watched
+        return "PAUSED" if player.paused and not has_run else speed, player.place, self._said
 
     def _show_head(self) -> None:
         player, self._shown_notices = self.player, self._notices()
@@ -214,11 +215,6 @@ class PlayerApp(App[None]):
         self._show_head()
 
     # ------------------------------------------------------------------ keys
-
-    @property
-    def _has_run(self) -> bool:
-        """Whether what is shown is the end of a run that was watched."""
-        return self._is_live and self.player.is_at_end
 
     @property
     def has_ended(self) -> bool:

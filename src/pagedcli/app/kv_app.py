@@ -367,7 +367,11 @@ class KVApp(PlayerApp):
     def on_rows_row_chosen(self, message: Rows.RowChosen) -> None:
         branch = self._shown.get(message.key) if message.rows is self._tree else None
         if branch is not None:
-            lines = [_block_line(branch, place) for place in range(len(branch.nodes))]
+            lines = []
+            for depth, node in enumerate(branch.nodes, branch.depth):
+                state = f"{node.num_copies} resident" if node.cause is None else node.cause
+                block = f"block {hash_text(node.hash)}: {plural(node.num_tokens, 'token')}, {state}"
+                lines.append((f"at {depth:,}", block))
             page = StoryPage(branch_label(branch, None), _branch_facts(branch, self._decode))
             page.fill(lines)
             self.push_screen(page)
@@ -445,12 +449,6 @@ def _branch_facts(branch: TreeBranch, decode: Decode | None) -> Text:
         shown = " ".join(map(str, ids[:200])) if decode is None else decode(tuple(ids[:400]))
         lines.append(f"{'tokens' if decode is None else 'text':10} {one_line(shown)}")
     return Text("\n".join(lines))
-
-
-def _block_line(branch: TreeBranch, place: int) -> tuple[str, str]:
-    node = branch.nodes[place]
-    state = f"{node.num_copies} resident" if node.cause is None else node.cause
-    return f"at {branch.depth + place:,}", f"block {hash_text(node.hash)}: {plural(node.num_tokens, 'token')}, {state}"
 
 
 def _known(seconds: float | None) -> str:

@@ -1,6 +1,6 @@
 """The figures of a KV event state under plain keys, its tables and its page, for `attach` and for recordings."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -277,20 +277,18 @@ class _BranchRow:
 
 def _branches_table(state: KVState, decode: Decode | None, shape_of: ShapeOf) -> Table:
     largest = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
-    rows = [row for tree in largest for row in _branch_rows(shape_of(tree), decode)]
+    rows = [
+        _BranchRow(
+            "  " * min(each.level, 8) + branch_label(each, decode), each.level, each.depth, len(each.nodes),
+            each.num_children, each.num_blocks, each.num_tokens, each.nodes[0].lora,
+            each.num_tokens / total if (total := shape_of(tree).total_tokens) else None,
+        )
+        for tree in largest
+        for each in largest_branches(shape_of(tree), _MOST_BRANCHES)
+    ]  # fmt: skip
     title = "Largest subtrees: runs of blocks without a fork, each below the one it continues"
     columns = "branch depth num_run_blocks num_children num_blocks num_tokens share"
     return table(_BranchRow, "branches", title, rows, columns)
-
-
-def _branch_rows(shape: TreeShape, decode: Decode | None) -> Iterable[_BranchRow]:
-    total = shape.total_tokens
-    for each in largest_branches(shape, _MOST_BRANCHES):
-        yield _BranchRow(
-            "  " * min(each.level, 8) + branch_label(each, decode), each.level, each.depth, len(each.nodes),
-            each.num_children, each.num_blocks, each.num_tokens, each.nodes[0].lora,
-            each.num_tokens / total if total else None,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,19 +206,11 @@ class _TreeDrawing:
         width = 1 + 5 * math.sqrt(branch.num_hits / max(1, self._num_lookups))
         path = f"M{x_from:.1f} {y_from:.1f}V{middle:.1f}H{x:.1f}"
         facts = f"{plural(branch.num_blocks, 'block')}, first {one_line(branch.label)}"
+        data = {"hits": branch.num_hits, "blocks": branch.num_blocks, "start": branch.start}
         stop = x + length
         self.parts += [
             f'<path class="edge" stroke-width="{width:.1f}" d="{path}"/>',
-            svg.box(
-                x,
-                self.y,
-                length,
-                self._bar,
-                "shared",
-                hits=branch.num_hits,
-                blocks=branch.num_blocks,
-                start=branch.start,
-            ),
+            svg.box(x, self.y, length, self._bar, "shared", **data),
             svg.text(x - 6, middle - width / 2 - 3, f"{branch.num_hits:,}×", "strong", font * 0.85, "end"),
             svg.text(
                 stop + 8, middle + font * 0.3, svg.cut(facts, self._right - stop - 8, font * 0.8), "ink", font * 0.8

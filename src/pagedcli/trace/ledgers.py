@@ -150,7 +150,6 @@ class BlockLedger:
 class StateSnapshot:
     """A state that later sequences can continue from, according to the events."""
 
-    slot_id: int
     hash: int  # chain hash of the blocks before it
     num_tokens: int  # tokens before it
     seq_id: int  # the sequence that computed it
@@ -223,7 +222,7 @@ class SlotLedger:
 
     def keep(self, event: ev.CheckpointMade | ev.CheckpointRestored, step: int | None) -> None:
         """Make a snapshot. `step`: None: any step can read it."""
-        found = StateSnapshot(event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, step)
+        found = StateSnapshot(event.hash, event.num_tokens, event.seq_id, event.reason, step)
         self.snapshots[event.slot_id] = found
         self.index[event.hash] = event.slot_id
 

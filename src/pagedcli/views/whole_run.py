@@ -182,17 +182,13 @@ def story(findings: Findings, elapsed_s: float) -> str:
 def _prefix_text(findings: Findings) -> str:
     facts = findings.facts
     blocks = plural(facts.longest_shared // facts.block_size, "full block")
+    cache = "unlimited cache" if facts.ideal_of is None else f"cache of the newest {plural(facts.ideal_of, 'token')}"
+    store = " and the prefix store" if facts.num_disk_tokens else ""
     return (
         f"longest shared {plural(facts.longest_shared, 'token')}, {blocks} of {facts.block_size}; "
         f"ceiling {percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)} of the prompt tokens "
-        f"({_ideal_cache(findings)})"
+        f"({cache}{store})"
     )
-
-
-def _ideal_cache(findings: Findings) -> str:
-    facts = findings.facts
-    cache = "unlimited cache" if facts.ideal_of is None else f"cache of the newest {plural(facts.ideal_of, 'token')}"
-    return f"{cache} and the prefix store" if facts.num_disk_tokens else cache
 
 
 def _waiting_text(findings: Findings) -> str:

@@ -130,7 +130,8 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             shared = plural(len(event.block_ids), "block")
             return f"fork {seq_name(state, event.parent_seq_id)} to {seq}: {shared} shared"
         case ev.DraftChecked():
-            return _checked_words(event, seq)
+            after = f"; release blocks {_ids(event.block_ids)}" if event.block_ids else ""
+            return f"check {seq}: {accepted_words(event.num_accepted, event.num_drafted)}{after}"
         case ev.CheckpointLookedUp():
             return _snapshot_words(event, seq)
         case ev.StateSlotsReleased():
@@ -155,12 +156,6 @@ def _added_words(event: ev.RequestAdded, seq: str) -> str:
     prompt, context = plural(event.num_prompt_tokens, "prompt token"), event.num_context_tokens
     scores = "" if context is UNSET else f", scores what follows the first {context:,}"
     return f"add {seq}: request {one_line(event.request_id)}, {prompt}{scores}"
-
-
-def _checked_words(event: ev.DraftChecked, seq: str) -> str:
-    """How many draft tokens were accepted, and which blocks the rejected ones had taken."""
-    after = f"; release blocks {_ids(event.block_ids)}" if event.block_ids else ""
-    return f"check {seq}: {accepted_words(event.num_accepted, event.num_drafted)}{after}"
 
 
 def accepted_words(num_accepted: int, num_drafted: int) -> str:
