@@ -38,8 +38,7 @@ MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 class PromptScan:
     """One pass over a prompt file."""
 
-    spec: ModelSpec | None  # None: a tokenizer's folder without config.json
-    max_model_len: int | None  # tokens
+    max_model_len: int | None  # tokens; None: a tokenizer's folder without config.json
     plan: PromptSurvey
     tokenizer: Tokenizer
     drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they diverge
@@ -118,7 +117,7 @@ def scan_prompts(
     prompts = open_prompts(
         loaded, input_name, folder, limits or without_pool, lines=lines, tokenizer=tokenizer, observe=observe
     )
-    scan = PromptScan(spec, max_model_len, survey, prompts.tokenizer, drawn or PromptSample())
+    scan = PromptScan(max_model_len, survey, prompts.tokenizer, drawn or PromptSample())
     grammars = None
     if spec is not None:  # a run also refuses grammars that do not compile
         grammars = Grammars(prompts.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)

@@ -156,7 +156,6 @@ def _bad_table(scan: PromptScan) -> Table:
 
 
 def _shared_table(scan: PromptScan) -> Table:
-    """The prefixes that several prompts begin with, these prompts, and the text."""
     rows = [
         {
             "num_tokens": len(shared.token_ids),
@@ -288,7 +287,6 @@ class Part:
 
 
 def _parts_table(found: Forecast) -> Table:
-    """Where the time goes."""
     total = found.seconds or 1.0
     rows = [
         {"part": name, "what": _PART_NAMES[name], "seconds": seconds, "share": seconds / total}
