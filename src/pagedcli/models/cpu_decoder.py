@@ -369,11 +369,12 @@ class _Builder(Parts):
         else:
             struct.decay, struct.step_bias = self._address(self.decay(key)), self._taken(f"{key}.step_bias")
             struct.norm = self._taken(f"{key}.gated_norm")
-        if isinstance(shape, GatedDelta):
-            struct.kind, struct.gates = structs.GATED_DELTA, self._unquantized(f"{key}.gates")
-            struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_value_heads
+            struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_heads
             struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim
             struct.interleaved, struct.tiled, struct.correction = shape.interleaved, shape.tiled, shape.correction
+            struct.least_step, struct.most_step = shape.limits
+        if isinstance(shape, GatedDelta):
+            struct.kind, struct.gates = structs.GATED_DELTA, self._unquantized(f"{key}.gates")
             struct.eps = struct.eps if shape.eps is None else shape.eps
         if isinstance(shape, KimiDelta):
             struct.kind, struct.gates = structs.KIMI_DELTA, self._unquantized(f"{key}.gates")
@@ -381,13 +382,8 @@ class _Builder(Parts):
             struct.decay_up = self._unquantized(f"{key}.decay_up")
             struct.shares_down = self._linear(f"{key}.shares_down").struct
             struct.shares_up = self._linear(f"{key}.shares_up").struct
-            struct.num_key_heads = struct.num_heads = shape.num_heads
-            struct.key_dim = struct.value_dim = shape.head_dim
         if isinstance(shape, Mamba2):
             struct.kind, struct.norm_group = structs.MAMBA2, shape.gate_group
-            struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads
-            struct.key_dim, struct.value_dim = shape.state_size, shape.head_dim
-            struct.least_step, struct.most_step = shape.step_limits
         self.kept.append(struct)
         return ctypes.addressof(struct)
 

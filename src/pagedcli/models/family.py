@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, dataclass_transform
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import EosIds, Size
 from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.recurrent import MatrixMixer
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import LayerInputs, LayerSpec, Mixer, NormPlaces, Recurrent, Scales
@@ -383,7 +384,9 @@ class Hybrid(Llama, ABC):
     def check(self) -> None:
         super().check()
         mixer = self.recurrent()
-        sizes, (heads, groups) = [size for tensor in mixer.state for size in tensor.shape], mixer.grouping
+        sizes, heads, groups = [size for tensor in mixer.state for size in tensor.shape], 1, 1
+        if isinstance(mixer, MatrixMixer):
+            heads, groups = mixer.num_heads, mixer.num_key_heads
         if not 2 <= mixer.kernel <= 8 or min(sizes) < 1 or groups < 1 or heads % groups:
             raise ModelError(
                 f"a convolution over {mixer.kernel} inputs, {heads} heads and {groups} groups of them are not "

@@ -49,7 +49,7 @@ class Qwen3_5(Hybrid):
     def recurrent(self) -> GatedDelta:
         return GatedDelta(
             num_key_heads=self.linear_num_key_heads,
-            num_value_heads=self.linear_num_value_heads,
+            num_heads=self.linear_num_value_heads,
             key_dim=self.linear_key_head_dim,
             value_dim=self.linear_value_head_dim,
             kernel=self.linear_conv_kernel_dim,
@@ -113,11 +113,9 @@ class KimiLinear(Hybrid, DeepseekV3):
         return range(4, self.num_hidden_layers, 4)
 
     def recurrent(self) -> KimiDelta:
-        return KimiDelta(
-            num_heads=self._said("num_heads", self.linear_num_heads),
-            head_dim=self._said("head_dim", self.linear_head_dim),
-            kernel=self._said("short_conv_kernel_size", self.linear_conv_kernel_dim),
-        )
+        heads, size = self._said("num_heads", self.linear_num_heads), self._said("head_dim", self.linear_head_dim)
+        kernel = self._said("short_conv_kernel_size", self.linear_conv_kernel_dim)
+        return KimiDelta(num_heads=heads, num_key_heads=heads, key_dim=size, value_dim=size, kernel=kernel)
 
     def _said(self, name: str, own: int) -> int:
         """A number of linear_attn_config, where config.json has that."""
@@ -154,7 +152,7 @@ class OlmoHybrid(Hybrid, Olmo2):
         key_dim = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
         return GatedDelta(
             num_key_heads=heads,
-            num_value_heads=self.linear_num_value_heads or self.num_attention_heads,
+            num_heads=self.linear_num_value_heads or self.num_attention_heads,
             key_dim=key_dim,
             value_dim=self.linear_value_head_dim or 2 * key_dim,
             kernel=self.linear_conv_kernel_dim,
@@ -309,13 +307,13 @@ class Bamba(Hybrid):
         head_dim = given if isinstance(given, int) else self.mamba_expand * self.hidden_size // heads
         return Mamba2(
             num_heads=heads,
-            head_dim=head_dim,
-            num_groups=self.mamba_n_groups,
-            state_size=self.mamba_d_state,
+            num_key_heads=self.mamba_n_groups,
+            key_dim=self.mamba_d_state,
+            value_dim=head_dim,
             kernel=self.mamba_d_conv,
             conv_bias=self.mamba_conv_bias,
             proj_bias=self.mamba_proj_bias,
-            step_limits=self.step_limits,
+            limits=self.step_limits,
             norm_group=heads * head_dim // self.mamba_n_groups,
         )
 
@@ -365,7 +363,7 @@ class FalconH1(Bamba):
         heads, inner = self.mamba_n_heads, self.mamba_d_ssm or self.mamba_expand * self.hidden_size
         return replace(
             super().recurrent(),
-            head_dim=inner // heads,
+            value_dim=inner // heads,
             norm_group=inner // self.mamba_n_groups if self.mamba_rms_norm else None,
             factors=tuple(self.ssm_in_multiplier * each for each in self.ssm_multipliers or (1.0,) * 5),
             out_factor=self.ssm_out_multiplier,
