@@ -353,12 +353,12 @@ class Mixture(Llama):
 
     def experts(self) -> Experts:
         width = self.moe_intermediate_size or self.intermediate_size
-        shared = Mlp(width=self.shared_width, activation=self.activation) if self.shared_width else None
+        each = Mlp(width=width, activation=self.own_activation or self.activation, gated=self.gated_mlp)
         return Experts(
             num_experts=self.num_experts or 0,
             num_per_token=self.num_experts_per_tok or 1,
-            each=Mlp(width=width, activation=self.own_activation or self.activation),
-            shared=shared,
+            each=each,
+            shared=replace(each, width=self.shared_width) if self.shared_width else None,
             names=self.expert_names,
             **{"renormalize": self.norm_topk_prob, **self.routing},
         )

@@ -10,7 +10,7 @@ from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.latents import DeepseekV3
-from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing
+from pagedcli.models.families.mixtures import Glm4Moe, GraniteMoe, QwenMixture
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
@@ -404,21 +404,18 @@ class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
         return not self.num_experts
 
 
-class NemotronH(RotatesIfNamed, Bamba):
-    """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here."""
+class NemotronH(RotatesIfNamed, Bamba, Glm4Moe):
+    """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here. Its experts are
+    GLM-4.5's, without gates."""
 
     num_hidden_layers: int = 0  # the listed ones
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None
-    num_experts: Size = 8
-    num_experts_per_tok: Size = 2
-    moe_intermediate_size: Size = 7688
+    num_experts = 8
+    num_experts_per_tok = 2
+    moe_intermediate_size = 7688
     moe_shared_expert_intermediate_size: Size = 7688
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int | None = 1
-    topk_group: int | None = 1
 
     unsupported = Bamba.unsupported | {"moe_latent_size": ()}
     renamed = {
@@ -449,6 +446,13 @@ class NemotronH(RotatesIfNamed, Bamba):
         mlp="mixer",
         skipped=("mtp.",),
     )
+    expert_names = ExpertNames(
+        block="mixer",
+        router_bias="gate.e_score_correction_bias",
+        projections=("up_proj", "down_proj"),
+        shared="mixer.shared_experts",
+        shared_projections=("up_proj", "down_proj"),
+    )
     _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
     def __post_init__(self) -> None:
@@ -465,6 +469,10 @@ class NemotronH(RotatesIfNamed, Bamba):
                 "an MLP or a mixture of experts comes first or follows another one, which is not supported"
             )
         super().check()
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        return self.names
 
     @property
     def step_limits(self) -> tuple[float, float]:
@@ -484,30 +492,16 @@ class NemotronH(RotatesIfNamed, Bamba):
                 found.append(replace(layer, mlp=mlp, mlp_number=number))
         return tuple(found)
 
-    def mlp(self, i: int) -> Mlp | Experts | None:
-        if (self.layer_types or [])[i] != "moe":
-            return super().mlp(i)
-        if not self.num_experts_per_tok <= self.num_experts:
-            raise ModelError(f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts")
-        each = Mlp(width=self.moe_intermediate_size, activation=self.activation, gated=False)
-        return Experts(
-            num_experts=self.num_experts,
-            num_per_token=self.num_experts_per_tok,
-            each=each,
-            renormalize=self.norm_topk_prob,
-            has_router_bias=True,
-            shared=replace(each, width=self.moe_shared_expert_intermediate_size, bias=self.mlp_bias),
-            gates_shared=False,
-            names=_NEMOTRON_EXPERTS,
-            **deepseek_routing(self.num_experts, self),
-        )
+    def is_dense(self, i: int) -> bool:
+        return (self.layer_types or [])[i] != "moe"
+
+    @property
+    def shared_width(self) -> int:
+        return self.moe_shared_expert_intermediate_size
+
+    def experts(self) -> Experts:
+        found = super().experts()
+        return replace(found, shared=found.shared and replace(found.shared, bias=self.mlp_bias))
 
 
 _MLPS = frozenset({"mlp", "moe"})
-_NEMOTRON_EXPERTS = ExpertNames(
-    block="mixer",
-    router_bias="gate.e_score_correction_bias",
-    projections=("up_proj", "down_proj"),
-    shared="mixer.shared_experts",
-    shared_projections=("up_proj", "down_proj"),
-)
