@@ -6,7 +6,7 @@ Every figure is the best of many short measurements: other load on the machine o
 import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagedcli import layers, native
 from pagedcli.errors import BackendError
@@ -32,14 +32,8 @@ class MachineRates:
 
     def best(self, other: "MachineRates") -> "MachineRates":
         """The higher of both rates: other load on the machine only lowers them."""
-        return MachineRates(
-            self.threads,
-            max(self.read_bytes_per_s, other.read_bytes_per_s),
-            max(self.flop_per_s, other.flop_per_s),
-            max(self.gemm_flop_per_s, other.gemm_flop_per_s),
-            self.instructions,
-            self.path,
-        )
+        rates = ("read_bytes_per_s", "flop_per_s", "gemm_flop_per_s")
+        return replace(self, **{name: max(getattr(self, name), getattr(other, name)) for name in rates})
 
     @property
     def limits(self) -> Roofline:

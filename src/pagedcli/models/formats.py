@@ -116,7 +116,6 @@ class LayerFormat:
         weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
         if not isinstance(weight, layers.quantized.CodedWeight):
             return layers.linear.Linear(weight, bias)
-
         return layers.triton_products.TritonLinear(weight, bias)
 
     def output_layer(
@@ -128,7 +127,6 @@ class LayerFormat:
             packed = self.native_linear(modules, bias, dtype)
             rows = packed.weight_rows if self.keeps_rows else None
             return functools.partial(packed, in_float32=True), packed.nbytes, rows
-
         weight = self.widened(modules, dtype) if tied is None else tied
         make = layers.linear.Linear if dtype.itemsize == 4 else layers.linear.OutputLinear
         return make(weight, _with_biases(modules, bias, dtype)), 0 if tied is not None else weight.nbytes, None
@@ -264,7 +262,6 @@ class MixedLayer(LayerFormat):
     ) -> "layers.native_linear.NativeLinear":
         if gated:
             return super().native_linear(modules, bias, dtype, gated=True)
-
         linears, start = [], 0
         for layer_format, part in self._parts():
             end = start + sum(len(module["weight"]) for module in modules[part])  # of a rank: fewer than all rows

@@ -28,7 +28,6 @@ def triton_kernels(x: Tensor) -> Any:
     """The module triton_recurrent where it serves a layer's input: on a GPU on which Triton runs. Else None."""
     if not x.is_cuda or fused_layers() is None:
         return None
-
     return layers.triton_recurrent
 
 

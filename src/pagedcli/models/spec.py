@@ -39,10 +39,7 @@ class LayerSpec:
     @property
     def attention(self) -> Attention | None:
         """Its mixer, if that attends."""
-        match self.mixer:
-            case Attention() as mixer:
-                return mixer
-        return None
+        return self.mixer if isinstance(self.mixer, Attention) else None
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -104,7 +104,6 @@ class StoredQuantization(Packing, LayerFormat):
             return -(-num_columns // 16) * 9 + -(-num_columns // 256) * 4
         if self.bits == 8 and self.group_size is None and self.symmetric:
             return -(-num_columns // 4) * 4 + 8  # 8: a scale and a sum
-
         chunk = layers.quantized.chunk_columns(num_columns, self.group_size)
         header = 2 if self.layout == "mxfp4" else 3 if self.bits == 4 else 5  # a scale, and mostly a zero point
         return -(-num_columns // chunk) * (chunk * self.bits // 8 + header)

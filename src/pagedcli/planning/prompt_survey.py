@@ -226,22 +226,21 @@ class PromptSurvey:
     def block_size_rows(self) -> list[SurveyRow]:
         """Each block size with its hit rate and waste.
 
-        waste: share of unfilled slots of all requests at full length; slots: what the whole file would take without
-        eviction, shared blocks counted once.
+        waste: share of unfilled slots of all requests at full length; blocks and slots: what the whole file would take
+        if none were released before the end, shared blocks counted once.
         """
         rows = []
         for size in BLOCK_SIZES:
-            slots = self._total(_Shape.num_spans, size) * size
-            num_tokens = self._total(_Shape.num_tokens, size)
-            hit_tokens = self._total(_Shape.hit_tokens, size)
+            spans, kept = self._total(_Shape.num_spans, size), self._total(_Shape.hit_spans, size)
+            num_tokens, hit_tokens = self._total(_Shape.num_tokens, size), self._total(_Shape.hit_tokens, size)
             rows.append(
                 {
                     "block_size": size,
                     "hit_rate": hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
                     "hit_tokens": hit_tokens,
-                    "waste": 1 - num_tokens / slots if slots else 0.0,
-                    "num_blocks": self._all_blocks(size),
-                    "num_slots": slots - self._total(_Shape.hit_spans, size) * size,
+                    "waste": 1 - num_tokens / (spans * size) if spans else 0.0,
+                    "num_blocks": (spans - kept) * self.num_groups,
+                    "num_slots": (spans - kept) * size,
                 }
             )
         return rows
@@ -307,11 +306,6 @@ class PromptSurvey:
                 row[key] = percentile(lengths, share) if lengths else None
             rows.append(row)
         return rows
-
-    def _all_blocks(self, block_size: int) -> int:
-        """Blocks of all rows together, shared ones once, none released before the end."""
-        spans = self._total(_Shape.num_spans, block_size) - self._total(_Shape.hit_spans, block_size)
-        return spans * self.num_groups
 
 
 def percentile(lengths: Counter[int], share: float) -> int:
