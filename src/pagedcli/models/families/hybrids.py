@@ -10,7 +10,7 @@ from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.latents import DeepseekV3
-from pagedcli.models.families.mixtures import Glm4Moe, GraniteMoe, QwenMixture
+from pagedcli.models.families.mixtures import DeepseekMixture, GraniteMoe, QwenMixture
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
@@ -404,9 +404,9 @@ class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
         return not self.num_experts
 
 
-class NemotronH(RotatesIfNamed, Bamba, Glm4Moe):
+class NemotronH(RotatesIfNamed, Bamba, DeepseekMixture):
     """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here. Its experts are
-    GLM-4.5's, without gates."""
+    DeepSeek-V3's, without gates."""
 
     num_hidden_layers: int = 0  # the listed ones
     use_bias: bool = False
