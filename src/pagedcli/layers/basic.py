@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.errors import BackendError
+from pagedcli.layers.kinds import Routing
 
 
 @functools.cache
@@ -135,7 +136,7 @@ def split_heads(
              eps); angles of rotary_rows, or None: no rotation;
              returns q [T, H, D] contiguous, k and v [T, G, D] with strided rows.
     """
-    heads, num_normed = qkv.view(qkv.shape[0], -1, head_dim), num_heads + num_kv_heads
+    heads, num_normed = qkv.unflatten(1, (-1, head_dim)), num_heads + num_kv_heads
     qk, v = heads[:, :num_normed], heads[:, heads.shape[1] - num_kv_heads :]  # without V these are K
     if norm is not None and not norms_last:
         qk = rms_norm(qk, *norm)  # q and k in one pass
@@ -207,19 +208,6 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu2": lambda up: F.relu(up).square(),  # So et al., Primer, 2021
     "ungated_gelu": lambda up: F.gelu(up, approximate="tanh"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a router picks experts and weights them."""
-
-    num_per_token: int
-    renormalize: bool  # the picked scores are divided by their sum
-    sigmoid: bool = False  # scores are sigmoids of the logits instead of their softmax
-    scale: float = 1.0  # factor of the picked scores
-    least_sum: float = 0.0  # number added to their sum before they are divided by it
-    groups: tuple[int, int, int] | None = None  # see models.mlps.Experts
-    nearness: float = 0.0  # see there
 
 
 def route(

@@ -14,7 +14,7 @@ from pagedcli import layers
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, fused_layers, rms_norm, xielu
+from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, fused_layers, rms_norm, xielu
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import VocabularyEmbedding
 from pagedcli.layers.quantized import Weight
@@ -193,7 +193,8 @@ class LayerBuilder(TorchParts):
         )
 
     def _mixer(self, mixer: Mixer, place: int, key: str) -> blocks.Body:
-        bodies = {Attention: blocks.AttentionBody, LatentAttention: blocks.LatentAttentionBody} | BODIES
+        bodies: dict[type, Callable[..., blocks.Body]]
+        bodies = {Attention: blocks.AttentionBody, LatentAttention: blocks.LatentAttentionBody, **BODIES}
         return bodies[type(mixer)](self, mixer, place, key)
 
     def _mlp(self, spec: Mlp | Experts, key: str) -> blocks.MlpBody | blocks.ExpertsBody | blocks.ExpertsBesideMlp:
@@ -230,21 +231,19 @@ class LayerBuilder(TorchParts):
 
     def _mixture(self, key: str, spec: Experts) -> "ExpertLoop | layers.triton_experts.GroupedExperts":
         """All experts of a layer, and their routing."""
-        numbers = spec.scale, spec.least_sum, spec.groups, spec.nearness
-        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, *numbers)
         router_bias, expert_scales = (
             self._tensors.pop(f"{key}.{name}", None) for name in ("router_bias", "expert_scales")
         )
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
             experts = [self._expert(each, spec.each) for each in keys]
-            return ExpertLoop(experts, routing, router_bias, expert_scales)
+            return ExpertLoop(experts, spec, router_bias, expert_scales)
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
         biases = gate_up_bias, down_bias if self._request.parallel.rank == 0 else None
         grouped = layers.triton_experts.GroupedExperts(
             gate_up,
             down,
-            routing,
+            spec,
             activation=spec.each.activation,
             biases=biases,
             router_bias=router_bias,

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from pagedcli.layers.state_heads import StateHeads
+from pagedcli.layers.kinds import StateHeads
 from pagedcli.models.formats import VECTOR
 from pagedcli.models.tensors import Parameter, Tensors, exact
 

@@ -1,4 +1,4 @@
-"""The heads of a layer that keeps a matrix per head, as data. Read by the layer's kernels; free of torch."""
+"""What kernels of layers read of a model: its recurrences and its routers, as data. Free of torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,3 +35,18 @@ class StateHeads:
     def values_per_key(self) -> int:
         """Columns of v that a key head serves."""
         return self.num_heads // self.num_key_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router picks experts and weights them."""
+
+    num_per_token: int  # experts that each token goes to
+    renormalize: bool  # the picked scores are divided by their sum
+    sigmoid: bool = False  # scores are sigmoids of the router's logits instead of their softmax
+    scale: float = 1.0  # factor of the picked scores
+    least_sum: float = 0.0  # number added to their sum before they are divided by it
+    # groups that experts form, how many of them stay for a token, and how many of a group's best scores count for it
+    groups: tuple[int, int, int] | None = None
+    # each picked expert is weighted among those left whose logits are at most so much smaller, as a share; 0: among all
+    nearness: float = 0.0
