@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pagedcli.errors import ModelError
 from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight, bit_fields, unpacked
-from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, StoredTensor
-from pagedcli.models.packing import Packing
+from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, Packing, StoredTensor
 
 _Stores: TypeAlias = "Callable[[Packing], tuple[StoredTensor, ...]]"
 _Reads: TypeAlias = "Callable[[Mapping[str, Tensor], Packing], CodedWeight]"

@@ -10,7 +10,7 @@ import msgspec
 
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import convert, packed_modules, read_json
-from pagedcli.models.packing import Layout
+from pagedcli.models.formats import Layout
 from pagedcli.models.stored_quantization import Quantization, StoredQuantization, name_pattern
 
 # What is read: name -> what of it.

@@ -13,8 +13,7 @@ from pagedcli import layers, models
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.later import torch
-from pagedcli.models.formats import AS_STORED, LayerFormat, StoredTensor, WeightFormat, kernels_note
-from pagedcli.models.packing import Packing
+from pagedcli.models.formats import AS_STORED, LayerFormat, Packing, StoredTensor, WeightFormat, kernels_note
 
 _LONGEST_PATTERN = 2000  # characters
 _LARGEST_PATTERN = 2**23  # bytes, compiled
