@@ -6,7 +6,7 @@ would double that."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -56,20 +56,6 @@ class LayerStep:
     def attending(self, x: Tensor) -> Tensor:
         """Shapes: x [T, ...] -> [A, ...]."""
         return x if self.late is None else x.index_select(0, self.late.tokens)
-
-    def rotate_and_store(self, qkv: Tensor, num_heads: int, num_kv_heads: int, **options: Any) -> Tensor:
-        """layers.triton_layers.rotate_and_store into the layer's cache."""
-        q: Tensor = fused_layers().rotate_and_store(
-            qkv,
-            num_heads,
-            num_kv_heads,
-            slots=self.slots,
-            k_cache=self.k_cache,
-            v_cache=self.v_cache,
-            kv_scales=(self.layer.k_scale, self.layer.v_scale),
-            **options,
-        )
-        return q
 
 
 def layer_steps(
@@ -248,10 +234,14 @@ class AttentionBody:
         return q
 
     def _rotate_and_store(self, qkv: Tensor, step: ForwardStep, layer: LayerStep) -> Tensor:
-        return layer.rotate_and_store(
+        q: Tensor = fused_layers().rotate_and_store(
             qkv,
             self.num_heads,
             self.num_kv_heads,
+            slots=layer.slots,
+            k_cache=layer.k_cache,
+            v_cache=layer.v_cache,
+            kv_scales=(layer.layer.k_scale, layer.layer.v_scale),
             norm=self.norm,
             norms_all=self.norms_all,
             norms_values=self.value_norm is not None,
@@ -260,6 +250,7 @@ class AttentionBody:
             query_scales=self.query_scales,
             positions=step.positions,
         )
+        return q
 
 
 NORM_EPS = 1e-6  # norms of latents and query vectors; config.json's is for the others
