@@ -367,10 +367,8 @@ class _Builder(Parts):
         if isinstance(shape, ShortConv):
             struct.kind = structs.SHORT_CONV
         else:
-            struct.decay, struct.step_bias = (
-                self._address(self.decay(key)),
-                self._address(self.small(f"{key}.step_bias")),
-            )
+            struct.decay = self._address(self.decay(key))
+            struct.step_bias = self._address(self.small(f"{key}.step_bias"))
             struct.norm = self._address(self.small(f"{key}.gated_norm"))
             struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_heads
             struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim

@@ -39,7 +39,10 @@ class LayerSpec:
     @property
     def attention(self) -> Attention | None:
         """Its mixer, if that attends."""
-        return self.mixer if isinstance(self.mixer, Attention) else None
+        match self.mixer:
+            case Attention() as mixer:
+                return mixer
+        return None
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -211,10 +211,6 @@ class PromptSurvey:
         return self._total(lambda shape: shape.num_seqs * shape.max_tokens)
 
     @property
-    def prompt_lengths(self) -> Counter[int]:
-        return self._by(lambda shape: shape.num_prompt)
-
-    @property
     def total_lengths(self) -> Counter[int]:
         """Prompt and output of one sequence."""
         return self._by(lambda shape: shape.num_prompt + shape.max_tokens)
@@ -299,7 +295,8 @@ class PromptSurvey:
     def length_rows(self) -> list[SurveyRow]:
         """Mean and percentiles of prompt lengths and of prompt and output together."""
         rows = []
-        for name, lengths in (("prompt", self.prompt_lengths), ("prompt and output", self.total_lengths)):
+        prompts = self._by(lambda shape: shape.num_prompt)
+        for name, lengths in (("prompt", prompts), ("prompt and output", self.total_lengths)):
             row: SurveyRow = {"what": name, "total": sum(n * count for n, count in lengths.items())}
             row["mean"] = row["total"] / self.num_prompts if lengths else None
             for key, share in (("min", 0.0), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
