@@ -136,8 +136,8 @@ def split_heads(
              eps); angles of rotary_rows, or None: no rotation;
              returns q [T, H, D] contiguous, k and v [T, G, D] with strided rows.
     """
-    heads, num_normed = qkv.unflatten(1, (-1, head_dim)), num_heads + num_kv_heads
-    qk, v = heads[:, :num_normed], heads[:, heads.shape[1] - num_kv_heads :]  # without V these are K
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, heads.shape[1] - num_kv_heads :]  # without V these are K
     if norm is not None and not norms_last:
         qk = rms_norm(qk, *norm)  # q and k in one pass
     if angles is not None:

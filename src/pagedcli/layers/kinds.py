@@ -9,9 +9,7 @@ class StateHeads:
     """The heads of a recurrence, and how its inputs lie in a projected row."""
 
     corrects: ClassVar[bool]  # a gated delta rule; False: a selective scan
-    by_channel: ClassVar[bool] = (
-        False  # each channel of a key is forgotten at a rate of its own, as in Kimi delta attention
-    )
+    by_channel: ClassVar[bool] = False  # each channel of a key is forgotten at a rate of its own
     num_heads: int  # H, heads of v or x, and of the result
     num_key_heads: int  # heads of k and q, or of B and C; each serves neighbouring heads, if not `tiled`
     key_dim: int  # N

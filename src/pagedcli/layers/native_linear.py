@@ -199,10 +199,8 @@ class NativeLinear:
     def _pack_grouped(self, codes: structs.CodesStruct, weight: CodedWeight) -> Tensor:
         """Scales that are products of steps and bytes as those, otherwise a scale and a minimum in float32 for each
         group."""
-        self.struct.chunk, self.struct.scale_type = (
-            weight.group_size,
-            structs.MINIMA if weight.steps is None else structs.STEPS,
-        )
+        self.struct.chunk = weight.group_size
+        self.struct.scale_type = structs.MINIMA if weight.steps is None else structs.STEPS
         packed = self._empty()
         scales = (weight.scales, weight.minima) if weight.steps is None else (None, None)
         own, steps = weight.factors, weight.steps

@@ -231,9 +231,7 @@ class LayerBuilder(TorchParts):
 
     def _mixture(self, key: str, spec: Experts) -> "ExpertLoop | layers.triton_experts.GroupedExperts":
         """All experts of a layer, and their routing."""
-        router_bias, expert_scales = (
-            self._tensors.pop(f"{key}.{name}", None) for name in ("router_bias", "expert_scales")
-        )
+        router_bias, expert_scales = self.small(f"{key}.router_bias"), self.small(f"{key}.expert_scales")
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
             experts = [self._expert(each, spec.each) for each in keys]

@@ -52,6 +52,7 @@ class Llama:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     layer_types: list[str] | None = None
     bos_token_id: int | None = 1
     eos_token_id: EosIds = 2
@@ -135,11 +136,6 @@ class Llama:
     @property
     def scales(self) -> Scales:
         return Scales()
-
-    @property
-    def head_bias(self) -> bool:
-        """Whether the output layer has a bias."""
-        return False
 
     @property
     def layer_inputs(self) -> LayerInputs | None:
@@ -328,11 +324,12 @@ class Mixture(Llama):
     renamed = {"num_local_experts": "num_experts"}
     expert_names: ClassVar[ExpertNames] = ExpertNames()
     routing: ClassVar[dict[str, Any]] = {}  # fields of Experts that are the same in all models
+    shared_size: ClassVar[str | None] = None  # the field with the width of the expert for every token
 
     @property
     def shared_width(self) -> int:
         """Width of the expert for every token; 0: there is none."""
-        return 0
+        return 0 if self.shared_size is None else getattr(self, self.shared_size) or 0
 
     def check(self) -> None:
         super().check()

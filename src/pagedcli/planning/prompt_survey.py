@@ -36,7 +36,6 @@ class _Shared:
     tokens: bytes  # the last unit
     num_rows: int = 2
     ends: list[int] | None = None  # the first rows whose known prefix was this one and no longer one
-    has_equal_child: bool = False  # set by _best_shared: a longer prefix is shared by just as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +260,8 @@ class PromptSurvey:
 
     def _best_shared(self) -> list[int]:
         """The digests of the shared prefixes that save most tokens."""
-        for shared in self._shared.values():
-            parent = self._shared.get(shared.parent) if shared.parent is not None else None
-            if parent is not None and parent.num_rows == shared.num_rows:
-                parent.has_equal_child = True
-        candidates = (digest for digest, shared in self._shared.items() if not shared.has_equal_child)
+        counts = {(shared.parent, shared.num_rows) for shared in self._shared.values()}  # of one unit more
+        candidates = (digest for digest, shared in self._shared.items() if (digest, shared.num_rows) not in counts)
 
         def saved(digest: int) -> tuple[int, int]:
             shared = self._shared[digest]

@@ -103,10 +103,8 @@ class Gemma4(RotatesByWindow, NamesActivation, Mixture):
             head_dim = self.global_head_dim
         own = (self.per_layer_config or {}).get(str(i))
         if own is not None:
-            num_kv_heads, head_dim = (
-                own.get("num_key_value_heads", self.num_kv_heads),
-                own.get("head_dim", self.head_size),
-            )
+            num_kv_heads = own.get("num_key_value_heads", self.num_kv_heads)
+            head_dim = own.get("head_dim", self.head_size)
         return replace(
             super().attention(i),
             num_kv_heads=num_kv_heads,

@@ -10,7 +10,7 @@ from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.latents import DeepseekV3
-from pagedcli.models.families.mixtures import DeepseekMixture, GraniteMoe, QwenMixture
+from pagedcli.models.families.mixtures import DeepseekMixture, DenseFirst, GraniteMoe, QwenMixture
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
@@ -204,18 +204,15 @@ class Lfm2(Hybrid):
         return ShortConv(channels=self.hidden_size, kernel=self.conv_L_cache, bias=self.conv_bias)
 
 
-class Lfm2Moe(Lfm2, Mixture):
+class Lfm2Moe(Lfm2, DenseFirst):
     block_auto_adjust_ff_dim = False  # intermediate_size is what it says
     norm_topk_prob = True
-    num_dense_layers: int = 2
+    num_dense_layers = 2
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
 
     renamed = Mixture.renamed | Lfm2.renamed
     expert_names = ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))
-
-    def is_dense(self, i: int) -> bool:
-        return i < self.num_dense_layers
 
     def experts(self) -> Experts:
         return replace(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
-from pagedcli.models.families.mixtures import AlwaysMixture, DeepseekMixture, expert_groups
+from pagedcli.models.families.mixtures import DeepseekMixture, DenseFirst, expert_groups
 from pagedcli.models.family import ATTENTION_BIAS, Biases, Llama
 from pagedcli.models.mixers.attention import LatentAttention
 from pagedcli.models.mlps import Experts
@@ -88,11 +88,10 @@ class MiniCpm3(Latents):
 
 
 class DeepseekV3(Latents, DeepseekMixture):
-    pass
+    """Latent attention, and the mixtures of experts that are named after it."""
 
 
-class DeepseekV2(Latents, AlwaysMixture):
-    num_dense_layers: int = 0
+class DeepseekV2(Latents, DenseFirst):
     routed_scaling_factor: float = 1.0
     topk_method: str | None = "greedy"
     n_group: int | None = None
@@ -106,9 +105,6 @@ class DeepseekV2(Latents, AlwaysMixture):
     transformers_only = ("mlp_bias",)  # MLPs, and experts for every token, may have biases
     renamed = DeepseekMixture.renamed
     expert_names = DeepseekMixture.expert_names
-
-    def is_dense(self, i: int) -> bool:
-        return i < self.num_dense_layers
 
     def experts(self) -> Experts:
         experts = super().experts()

@@ -40,9 +40,7 @@ class QwenMixture(Mixture):
     mlp_only_layers: list[int] | None = None
     mlp_layer_types: list[str] | None = None
 
-    @property
-    def shared_width(self) -> int:
-        return self.shared_expert_intermediate_size or 0
+    shared_size = "shared_expert_intermediate_size"
 
     def is_dense(self, i: int) -> bool:
         named = i in (self.mlp_only_layers or ())
@@ -146,14 +144,9 @@ class PhiMoe(Mixtral):
 
     norm_topk_prob = False
     router_jitter_noise: float = 0.01
-    lm_head_bias: bool = False
 
     biases = ATTENTION_BIAS
     norm_style = BIASED_NORMS
-
-    @property
-    def head_bias(self) -> bool:
-        return self.lm_head_bias
 
     def check(self) -> None:
         super().check()
@@ -210,10 +203,7 @@ class GraniteMoe(Granite, Mixture):
         shared_projections=("input_linear", "output_linear"),
     )
     routing = {"renormalize": True, "gates_shared": False}  # the softmax is over the picked experts alone
-
-    @property
-    def shared_width(self) -> int:
-        return self.shared_intermediate_size
+    shared_size = "shared_intermediate_size"
 
 
 class GraniteMoeSwa(GraniteSwa, GraniteMoe):
@@ -401,6 +391,7 @@ class HunYuanMoeV1(HunYuanDenseV1, Mixture):
     renamed = {"moe_topk": "num_experts_per_tok", "moe_intermediate_size": "not read, as in transformers"}
     expert_names = ExpertNames(router="gate.wg", shared="mlp.shared_mlp")
     routing = {"gates_shared": False}
+    shared_size = "intermediate_size"
 
     def __post_init__(self) -> None:
         picked = self.num_experts_per_tok
@@ -411,10 +402,6 @@ class HunYuanMoeV1(HunYuanDenseV1, Mixture):
         if isinstance(self.num_experts_per_tok, list):
             raise ModelError("moe_topk differs between layers, which is not supported")
         super().check()
-
-    @property
-    def shared_width(self) -> int:
-        return self.intermediate_size
 
 
 class Ernie4_5Moe(AlwaysMixture):
