@@ -13,6 +13,7 @@ import msgspec
 
 from pagedcli.batch.column_template import ColumnTemplate
 from pagedcli.batch.decisions import ANSWERS, run_questions
+from pagedcli.batch.embeddings import EMBEDDING
 from pagedcli.config import InputFormat, RunConfig
 from pagedcli.errors import UsageError
 
@@ -80,7 +81,13 @@ class Columns:
         """The columns of a configuration. Raises: UsageError if two output columns have the same name."""
         names = tuple(dict.fromkeys(name.strip() for name in (run.keep or "").split(",") if name.strip()))
         keep_all = names == (ALL,)
-        decided = [ANSWERS, *(each for question in run_questions(run) for each in question.columns)]
+        if run.embed and run.questions:
+            raise UsageError("--embed and --questions exclude each other")
+        decided = (
+            [EMBEDDING]
+            if run.embed
+            else [ANSWERS, *(each for question in run_questions(run) for each in question.columns)]
+        )
         columns = cls(
             prompt=run.field,
             template=ColumnTemplate.of(run),
@@ -93,12 +100,14 @@ class Columns:
             keep_reasoning=run.keep_reasoning,
             parse_tool_calls=run.parse_tool_calls,
             kind=kind,
-            decided=frozenset(decided[: 1 if kind == "jsonl" else None] if run.questions else ()),
+            decided=frozenset(decided[: 1 if kind == "jsonl" else None] if run.questions or run.embed else ()),
             input_format=run.input_format,
         )
         if taken := sorted(columns.decided & (_ROW_FIELDS | _ONLY_IN[kind] | {run.output_field})):
             hint = "rename the question, or the answer's text with --output-field"
-            raise UsageError(f"--questions: the output already has a column {taken[0]!r}", hint=hint)
+            raise UsageError(
+                f"--{'embed' if run.embed else 'questions'}: the output already has a column {taken[0]!r}", hint=hint
+            )
         if columns.answer in columns._others:
             raise UsageError(f"--output-field is {columns.answer!r}, but the output already has a column of that name")
         return columns

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 from pagedcli.batch.columns import SCORES, Columns, names_of
 from pagedcli.batch.decisions import ANSWERS, Asked, option_tokens
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
+from pagedcli.batch.embeddings import EMBEDDING, Embedder, Embedding
 from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
@@ -30,7 +31,8 @@ from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.config_keys import flag_name
 from pagedcli.core.admission import admit, admit_scores, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
-from pagedcli.errors import RequestError, UsageError
+from pagedcli.core.scoring import POOLED
+from pagedcli.errors import ModelError, RequestError, UsageError
 from pagedcli.models.lengths import resolve_max_model_len
 from pagedcli.models.spec import ModelSpec
 from pagedcli.sampling_params import SamplingParams, seed_for
@@ -210,6 +212,13 @@ class Prompts:
         self._seen_ids = SeenIds()
         self._draws = True  # whether prompts need seeds
         self._most_together = 1  # rows that are tokenized together, by all processors; the first ones sooner
+        if options.run.embed:  # refused before the first row
+            _ = self._embedder
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        """Raises: ModelError for a checkpoint that does not say how it makes vectors."""
+        return Embedder.of(self._options.config.engine, self.tokenizer)
 
     @property
     def ignored(self) -> dict[str, int]:
@@ -312,6 +321,9 @@ class Prompts:
             if prompt.asked is not None:
                 self._check_scored(row)
                 self._ask(prompt, prompt.asked)
+            if prompt.embedding is not None:
+                self._check_scored(row)
+                self._embed(prompt, prompt.embedding)
             if prompt.scoring is not None:
                 self._check_scored(row)
                 given = prompt.token_ids if prompt.text is None else prompt.text
@@ -319,6 +331,16 @@ class Prompts:
                     self.tokenizer, given, self._limits.max_model_len, is_chat=prompt.is_chat
                 )
                 prompt.text, prompt.token_ids = None, prompt.scored.context
+
+    def _embed(self, prompt: RowPrompt, wanted: Embedding) -> None:
+        """Add the instruction to a text. Raises: RequestError."""
+        try:
+            prompt.embedding = self._embedder.complete(wanted)
+        except ModelError as error:
+            raise RequestError("no_embedder", error.message, hint=error.hint) from error
+        prompt.scored = ScoredTokens([], POOLED, [], with_tokens=False)
+        if prompt.text is not None:
+            prompt.text = (prompt.embedding.instruction or "") + prompt.text
 
     def _ask(self, prompt: RowPrompt, asked: Asked) -> None:
         """Add the question to a text or tokens, and to any prompt the tokens of its options. Raises: RequestError."""
@@ -334,7 +356,7 @@ class Prompts:
         """Write the text of a chat; the run's system prompt and tools turn a text into one. Raises: RequestError."""
         run, messages, tools = self._options.run, prompt.messages, prompt.tools
         makes_chat = run.system_prompt is not None or bool(run.tools and tools is None)
-        scores_itself = prompt.scoring is not None and prompt.scoring.continuations is None
+        scores_itself = prompt.embedding or (prompt.scoring is not None and prompt.scoring.continuations is None)
         if messages is None and prompt.text is not None and makes_chat and not scores_itself:
             messages = [{"role": "user", "content": prompt.text}]
         if messages is None:
@@ -354,6 +376,7 @@ class Prompts:
         if self._options.no_scores is not None:
             raise RequestError("unsupported_parameter", self._options.no_scores)
         columns, adds, others = self._options.columns, SCORES, set(row.kept)
+        adds = adds if row.prompts[0].embedding is None else frozenset((EMBEDDING,))
         if questions := {each.asked.question for each in row.prompts if each.asked is not None}:
             names = (name for each in questions for name in each.columns if columns.kind != "jsonl")
             adds, others = frozenset((ANSWERS, *names)), others | (columns.reserved - columns.decided)
@@ -438,4 +461,5 @@ def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:
         max_model_len=NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),
         max_num_batched_tokens=engine.max_num_batched_tokens or NO_LIMIT,
         vocab_size=None if spec is None else spec.vocab_size,
+        has_head=spec is None or spec.has_head,
     )

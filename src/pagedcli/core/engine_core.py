@@ -20,7 +20,7 @@ from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, UnfinishedRequest
 from pagedcli.core.scheduler import Scheduler
-from pagedcli.core.scoring import SCORING
+from pagedcli.core.scoring import POOLED, SCORING, Pooling
 from pagedcli.core.sequence import Guide, ScoredPart, Sequence, SequenceFacts, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, LaunchedStep, StepBuilder, StepTokens
 from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, ScheduledStep, StepClock, TimedEmit
@@ -101,6 +101,7 @@ class EngineCore:
         make_guide: Callable[[], Guide] | None = None,
         make_prefixes: Callable[[], list[Prefix]] | None = None,
         continuations: Ids[Ids[int]] | None = None,
+        pooling: Pooling | None = None,
         is_private: bool = False,
     ) -> None:
         """Queue a request. May be called between any two steps.
@@ -109,9 +110,11 @@ class EngineCore:
         salt. `make_stop_checker` is called once per sample and returns a function that receives each new token and
         detects stop strings; `make_guide` returns the guide that restricts the next token; `make_prefixes` the chain of
         the prompt's full blocks, if only that is known. With `continuations` nothing is generated, and `params` do not
-        count: FinishedRequest.scores says how likely each is after the prompt. `is_private`: no prefix store is used.
+        count: FinishedRequest.scores says how likely each is after the prompt. With `pooling` neither, and FinishedRequest.vector
+        is the hidden state of its last token, or the mean of all. `is_private`: no prefix store is used.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
+        continuations = continuations if pooling is None else POOLED
         try:
             max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations)
         except RequestError as error:
@@ -123,7 +126,10 @@ class EngineCore:
         if continuations is not None:
             params, targets = SCORING, ScoredPart.of_context(len(token_ids), continuations)
             token_ids += [] if targets.together else continuations[0][:-1]
-        if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
+        if pooling is not None:
+            targets = ScoredPart.of_pooled(len(token_ids), pooling)
+        needs_all = params.prompt_logprobs is not None or pooling == "mean"
+        if needs_all:  # every prompt token is computed: cached blocks have no logits
             cache_salt = f" prompt_logprobs {self._next_seq_id}"
         request = UnfinishedRequest(
             make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes
@@ -139,7 +145,7 @@ class EngineCore:
             eos_token_ids=frozenset() if params.ignore_eos else self.plan.eos_token_ids,
             cache_salt=cache_salt,
             targets=targets,
-            is_private=is_private or params.prompt_logprobs is not None,
+            is_private=is_private or needs_all,
             facts=SequenceFacts(row_id, self._now_s()),
         )
         request.seqs.append(seq)
@@ -334,6 +340,11 @@ class EngineCore:
             targets = step.scored[each.seq_id].targets
             assert targets is not None, "the sequence has targets"
             targets.add(each.first, each.scores)
+        for states in tokens.states:
+            targets = step.scored[states.seq_id].targets
+            assert targets is not None, "the sequence has targets"
+            assert targets.states is not None, "its states are wanted"
+            targets.states.add(states.first, states.rows)
         sampled: list[Sequence] = []
         ended = self._take_scores(step.computed)
         try:
@@ -356,7 +367,7 @@ class EngineCore:
             assert seq.targets is not None, "the sequence has targets"
             seq.targets.is_done = True
             seq.facts.first_token_s = seq.facts.finished_s = now_s
-            if any(score.logprob != score.logprob for score in seq.targets.found):
+            if seq.targets.is_nan:
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
             elif seq.finish_reason is None and not self._forks.is_kept(seq):
                 seq.finish_reason = "score"

@@ -41,9 +41,11 @@ class PromptRows:
 
     sampled: Ints  # [R] int64, which of these rows get a token
     scored: Ints  # [U] int64, which of them predict a given token, ascending
+    pooled: Ints  # [H] int64, which of them are part of a vector and need no logits
     places: Ints  # [P] int64, for each token which of the U rows predicts it, ascending
     token_ids: Ints  # [P] int64
     pieces: tuple[PromptPiece, ...]  # the P tokens, in order
+    pooled_pieces: tuple[PromptPiece, ...]  # the H rows, in order
 
     @property
     def num_top(self) -> int:
@@ -112,6 +114,15 @@ class TargetScores:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptStates:
+    """Hidden states of consecutive tokens of one sequence."""
+
+    seq_id: int
+    first: int  # index of the first one among its targets
+    rows: Any  # [n, E] float32
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """The tokens of one step, on the host."""
 
@@ -119,6 +130,7 @@ class StepTokens:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> logprobs, if requested, and of beams
     prompt_logprobs: Items[PromptLogprobs] = ()
     target_scores: Items[TargetScores] = ()
+    states: Items[PromptStates] = ()
 
 
 class TokensToRead(Protocol):
@@ -382,8 +394,8 @@ def prompt_rows(
     `computed`, `new`: tokens per sequence before the step and in it. `starts`: first row of each sequence. `sampled`:
     rows that get a token, ascending.
     """
-    pieces: list[PromptPiece] = []
-    rows: list[int] = []
+    pieces, pooled_pieces = list[PromptPiece](), list[PromptPiece]()
+    rows, pooled = list[int](), list[int]()
     token_ids: list[int] = []
     for seq, start, done, count in zip(seqs, starts.tolist(), computed.tolist(), new.tolist(), strict=True):
         if seq.targets is not None:
@@ -394,12 +406,19 @@ def prompt_rows(
             end = done if num_top is None or seq.sample_index else min(done + count, seq.num_prompt_tokens - 1)
             first, positions = done + 1, list(range(done, end))
         if positions:
-            pieces.append(PromptPiece(seq.seq_id, first, len(positions), num_top))
-            rows += [start + position - done for position in positions]
+            piece = PromptPiece(seq.seq_id, first, len(positions), num_top)
+            own = [start + position - done for position in positions]
+            if seq.targets is not None and seq.targets.states is not None:
+                pooled_pieces.append(piece)
+                pooled += own
+                continue
+            pieces.append(piece)
+            rows += own
             token_ids += given[first : first + len(positions)]
-    if not pieces:
+    if not pieces and not pooled:
         return None
     scored, places = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
-    both = np.union1d(sampled, scored).astype(np.int64)
-    of_both = np.searchsorted(both, sampled), np.searchsorted(both, scored)
-    return both, PromptRows(*of_both, places, np.array(token_ids, dtype=np.int64), tuple(pieces))
+    wanted = np.unique(np.concatenate((sampled, scored, np.array(pooled, dtype=np.int64)))).astype(np.int64)
+    of_wanted = (np.searchsorted(wanted, each) for each in (sampled, scored, pooled))
+    given_ids = np.array(token_ids, dtype=np.int64)
+    return wanted, PromptRows(*of_wanted, places, given_ids, tuple(pieces), tuple(pooled_pieces))

@@ -5,6 +5,7 @@ Used by ModelRunner. Host and device never wait for each other here: tokens are 
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from functools import partial
 from itertools import chain
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from pagedcli.core.sampling_input import Ints, LogitChanges, SamplingInput
 from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import PromptLogprobs, PromptRows, StepTokens, TargetScores
+from pagedcli.core.step_input import PromptLogprobs, PromptRows, PromptStates, StepTokens, TargetScores
 from pagedcli.layers import sampling as kernels
 from pagedcli.runner.device_state import Download, Upload
 
@@ -25,17 +26,18 @@ _CPU_ROWS = 16
 
 
 class PromptScores:
-    """Log-probabilities of given tokens, being copied to the host."""
+    """Log-probabilities of given tokens, and hidden states, being copied to the host."""
 
-    def __init__(self, rows: PromptRows, chosen: Tensor, largest: Tensor, values: Tensor, ids: Tensor) -> None:
-        """`chosen` [P]: of the tokens; `largest` [U]: the argmax of each row, empty if nobody asks for it; `values`,
-        `ids` [U, K]: of its likeliest tokens."""
+    def __init__(self, rows: PromptRows, states: Tensor, scores: Items[Tensor]) -> None:
+        """`states` [H, E]; `scores`, none if there are no tokens: `chosen` [P]: of the tokens; `largest` [U]: the
+        argmax of each row, empty if nobody asks for it; `values`, `ids` [U, K]: of its likeliest tokens."""
         self._rows = rows
-        self._download = Download([chosen, largest, values, ids])
+        self._download = Download([states, *scores])
 
-    def read(self) -> tuple[list[PromptLogprobs], list[TargetScores]]:
+    def read(self) -> tuple[list[PromptLogprobs], list[TargetScores], list[PromptStates]]:
         """Wait for them."""
-        chosen, largest, values, ids = (tensor.tolist() for tensor in self._download.wait())
+        hidden, *scores = self._download.wait()
+        chosen, largest, values, ids = (tensor.tolist() for tensor in scores) if scores else ([], [], [], [])
         token_ids, places = self._rows.token_ids.tolist(), self._rows.places.tolist()
         prompts: list[PromptLogprobs] = []
         targets: list[TargetScores] = []
@@ -53,7 +55,10 @@ class PromptScores:
                 for i, top in zip(given, tops, strict=True)
             ]
             prompts.append(PromptLogprobs(piece.seq_id, piece.first, logprobs))
-        return prompts, targets
+        pieces = self._rows.pooled_pieces
+        rows = torch.split(hidden, [piece.num_tokens for piece in pieces])
+        pairs = zip(pieces, rows, strict=True) if pieces else ()
+        return prompts, targets, [PromptStates(piece.seq_id, piece.first, each.numpy()) for piece, each in pairs]
 
 
 class SampledTokens:
@@ -88,8 +93,7 @@ class SampledTokens:
                     tokens[row] = None
         if kernels.INVALID in tokens:
             tokens = [None if token_id == kernels.INVALID else token_id for token_id in tokens]
-        prompts, targets = ([], []) if self.prompt_scores is None else self.prompt_scores.read()
-        return StepTokens(tokens, found, prompts, targets)
+        return StepTokens(tokens, found, *(() if self.prompt_scores is None else self.prompt_scores.read()))
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: "KeptTokens") -> SampledTokens:
@@ -134,12 +138,13 @@ def _logprobs(
 def score_prompts(
     hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: PromptRows, upload: Upload
 ) -> PromptScores:
-    """Log-probabilities of given tokens: each row is computed once, however many tokens it predicts.
+    """Log-probabilities of given tokens: each row is computed once, however many tokens it predicts. And the hidden
+    states that make vectors.
 
     Shapes:  hidden [rows, E], of all rows that get logits.
     """
-    scored, places, token_ids = upload([rows.scored, rows.places, rows.token_ids])
-    hidden = hidden.index_select(0, scored)
+    scored, places, token_ids, pooled = upload([rows.scored, rows.places, rows.token_ids, rows.pooled])
+    states, hidden = hidden.index_select(0, pooled).float(), hidden.index_select(0, scored)
     num_rows = _ROWS if hidden.is_cuda else _CPU_ROWS
     parts = []
     for start in range(0, hidden.shape[0], num_rows):
@@ -149,7 +154,7 @@ def score_prompts(
         own = logprobs[places[tokens] - start, token_ids[tokens]]
         largest = kernels.likeliest_tokens(logits) if rows.has_targets else token_ids[:0]
         parts.append((own, largest, *kernels.top_tokens(logprobs, rows.num_top)))
-    return PromptScores(rows, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    return PromptScores(rows, states, [torch.cat(tensors) for tensors in zip(*parts, strict=True)])
 
 
 # ---------------------------------------------------------------------- changes of logits
