@@ -317,16 +317,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     embed: Annotated[bool, _rows("Return a vector for each row's prompt instead of generating")] = False
     instruction: Annotated[
-        str | None,
-        _rows(
-            "Text before each text to embed, or the name of one in the checkpoint, e.g. query",
-            metavar="NAME|TEXT",
-            default="the checkpoint's own",
-        ),
+        str | None, _rows("Text before each one to embed, or its name in the checkpoint", metavar="TEXT|NAME")
     ] = None
     dimensions: Annotated[
-        int | None,
-        _rows("Keep so many elements of each vector, then normalize it (Matryoshka)", default="all", at_least=1),
+        int | None, _rows("Elements of each vector to keep before it is normalized", default="all", at_least=1)
     ] = None
     output_field: Annotated[str, _rows("Output field for the generated text", metavar="NAME")] = "text"
     keep: Annotated[

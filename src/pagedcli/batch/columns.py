@@ -81,13 +81,8 @@ class Columns:
         """The columns of a configuration. Raises: UsageError if two output columns have the same name."""
         names = tuple(dict.fromkeys(name.strip() for name in (run.keep or "").split(",") if name.strip()))
         keep_all = names == (ALL,)
-        if run.embed and run.questions:
-            raise UsageError("--embed and --questions exclude each other")
-        decided = (
-            [EMBEDDING]
-            if run.embed
-            else [ANSWERS, *(each for question in run_questions(run) for each in question.columns)]
-        )
+        decided = [ANSWERS, *(each for question in run_questions(run) for each in question.columns)]
+        decided = decided[: 1 if kind == "jsonl" else None] if run.questions else [EMBEDDING] * run.embed
         columns = cls(
             prompt=run.field,
             template=ColumnTemplate.of(run),
@@ -100,13 +95,14 @@ class Columns:
             keep_reasoning=run.keep_reasoning,
             parse_tool_calls=run.parse_tool_calls,
             kind=kind,
-            decided=frozenset(decided[: 1 if kind == "jsonl" else None] if run.questions or run.embed else ()),
+            decided=frozenset(decided),
             input_format=run.input_format,
         )
         if taken := sorted(columns.decided & (_ROW_FIELDS | _ONLY_IN[kind] | {run.output_field})):
             hint = "rename the question, or the answer's text with --output-field"
             raise UsageError(
-                f"--{'embed' if run.embed else 'questions'}: the output already has a column {taken[0]!r}", hint=hint
+                f"--{'questions' if run.questions else 'embed'}: the output already has a column {taken[0]!r}",
+                hint=hint,
             )
         if columns.answer in columns._others:
             raise UsageError(f"--output-field is {columns.answer!r}, but the output already has a column of that name")

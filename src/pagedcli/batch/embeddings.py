@@ -6,15 +6,15 @@ Used by batch.requests, batch.prompts and batch.rows; the engine's side is core.
 import base64
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
 
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import EngineConfig, RunConfig, in_words
+from pagedcli.config import EngineConfig, RunConfig
 from pagedcli.core.scoring import Pooling
 from pagedcli.errors import ModelError, RequestError
 from pagedcli.models.checkpoint_files import read_json
@@ -23,9 +23,9 @@ from pagedcli.models.reading import read_spec
 
 EMBEDDING = "embedding"  # field of a row, and its finish reason
 FIELDS = ("instruction", "dimensions", "encoding_format")  # of a line with a text to embed
-FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
-_POOLINGS: dict[Any, Pooling] = {"lasttoken": "last", "mean": "mean", 3: "last", 1: "mean"}  # in folders, in GGUF files
-_OLD = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
+FILES = (_MODULES, _PROMPTS, _) = ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+# names in folders of sentence-transformers, numbers in GGUF files
+_POOLINGS: dict[Any, Pooling] = {"lasttoken": "last", 3: "last", "mean_tokens": "mean", "mean": "mean", 1: "mean"}
 
 
 class Embedding(msgspec.Struct, frozen=True):
@@ -33,43 +33,36 @@ class Embedding(msgspec.Struct, frozen=True):
 
     instruction: str | None = None  # text before the line's, or its name in the checkpoint
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None  # the first ones; None: all
-    encoding_format: str = "float"  # or base64
+    encoding_format: Literal["float", "base64"] = "float"
     pooling: Pooling = "last"
-    normalizes: bool = True
 
     @classmethod
     def of(cls, body: dict[str, Any], run: RunConfig, text: str | None) -> Self:
         """The vector of the field `text`, or of the prompt. Changes: body, in which the text becomes the prompt.
         Raises: RequestError."""
         given = {"instruction": run.instruction, "dimensions": run.dimensions}
+        if "messages" in body or (text is not None and (text not in body or "prompt" in body)):
+            what = f"a line to embed has its text in {text or 'prompt'!r} alone, and no messages"
+            raise RequestError("invalid_request", what)
         if text is not None:
-            if text not in body or "prompt" in body or "messages" in body:
-                raise RequestError(
-                    "invalid_request", f"a line to embed needs {text!r}, and neither prompt nor messages"
-                )
             body["prompt"] = body.pop(text)
             given |= {name: body.pop(name) for name in FIELDS if name in body}
         try:
-            found = msgspec.convert(given, cls, strict=False)
+            return msgspec.convert(given, cls, strict=False)
         except msgspec.ValidationError as error:
-            raise RequestError("invalid_parameter", in_words(str(error))) from error
-        if found.encoding_format not in ("float", "base64"):
-            raise RequestError(
-                "invalid_parameter", f"encoding_format is {found.encoding_format!r:.40}, not float, base64"
-            )
-        return found
+            raise RequestError("invalid_parameter", str(error)) from error
 
-    def encoded(self, state: Any) -> list[float] | str:
-        """The vector [E] float64 as a row has it: its numbers as float32, in the shortest form that gives them back."""
-        values = state[: self.dimensions]
-        if self.normalizes:  # by a sum that no order of its terms changes
-            values = values / max(math.sqrt(math.fsum((values * values).tolist())), 1e-12)
-        vector = values.astype("<f4")
+    def encoded(self, states: list[Any]) -> list[float] | str:
+        """The mean of states [E] as a row has it: float32, in the shortest form that reads back the same. They are
+        added one by one in float64: neither chunks nor the length change its bits."""
+        values = sum(each[: self.dimensions].astype(np.float64) for each in states) / len(states)
+        length = math.sqrt(math.fsum((values * values).tolist()))  # exact: no order of the terms changes it
+        vector = (values / max(length, 1e-12)).astype("<f4")
         if self.encoding_format == "base64":
             return base64.b64encode(vector.tobytes()).decode()
         short = vector.astype(str).astype(np.float64)
-        exact: list[float] = np.where(short.astype(np.float32) == vector, short, vector).tolist()
-        return exact
+        numbers: list[float] = np.where(short.astype(np.float32) == vector, short, vector).tolist()
+        return numbers
 
 
 def decoded(vector: Any) -> Any:
@@ -83,63 +76,57 @@ class Embedder:
 
     size: int  # elements of a vector
     pooling: Pooling
-    normalizes: bool = True
-    prompts: Mapping[str, str] = field(default_factory=dict)  # instructions by name
-    default: str | None = None  # instruction of rows without one
+    prompts: Mapping[str | None, str]  # instructions by name; None: of rows without one
 
     @classmethod
     def of(cls, engine: EngineConfig, tokenizer: Tokenizer) -> Self:
         """By the files of sentence-transformers in the model's folder, a GGUF file's pooling type, or a tokenizer that
         ends each text with a special token, as that of Qwen3-Embedding does. Raises: ModelError."""
-        folder = tokenizer.folder
-        size = read_spec(folder, trust_remote_code=engine.trust_remote_code).hidden_size
-        pooling, normalizes = _of_modules(folder) if (folder / FILES[0]).is_file() else (None, True)
-        if pooling is None and is_gguf(folder):
+        folder, said = tokenizer.folder, dict[str, Any]()
+        pooling = None if engine.pooling == "auto" else engine.pooling
+        if is_gguf(folder):
             header = read_header(folder).metadata
-            pooling = _POOLINGS.get(header.get(f"{header.get('general.architecture')}.pooling_type"))
+            pooling = pooling or _POOLINGS.get(header.get(f"{header.get('general.architecture')}.pooling_type"))
+        elif (folder / _MODULES).is_file():
+            pooling = pooling or _stored_pooling(folder)
         if pooling is None and tokenizer.encode("a")[-1] in tokenizer.special_token_ids:
             pooling = "last"
-        pooling = pooling if engine.pooling == "auto" else engine.pooling
         if pooling is None:
-            raise ModelError(
-                f"{folder} does not say how it pools a text's states into a vector",
-                hint="name it: --pooling last or --pooling mean",
-            )
-        said = read_json(folder / FILES[2]) if (folder / FILES[2]).is_file() else {}
-        prompts = {name: text for name, text in (said.get("prompts") or {}).items() if isinstance(text, str)}
-        return cls(size, pooling, normalizes, prompts, said.get("default_prompt_name"))
+            what = "does not say how the states of a text become its vector"
+            raise ModelError(f"{folder} {what}", hint="name it: --pooling last or --pooling mean")
+        if (folder / _PROMPTS).is_file():
+            said = read_json(folder / _PROMPTS)
+        prompts = said.get("prompts") or {}
+        size = read_spec(folder, trust_remote_code=engine.trust_remote_code).hidden_size
+        return cls(size, pooling, prompts | {None: prompts.get(said.get("default_prompt_name"))})
 
     def complete(self, wanted: Embedding) -> Embedding:
         """The vector with the text of its instruction. Raises: RequestError."""
-        given = self.default if wanted.instruction is None else wanted.instruction
-        if given is not None and given not in self.prompts and given.isidentifier():
-            known = ", ".join(map(repr, self.prompts)) or "none"
+        given = wanted.instruction
+        if given is not None and given.isidentifier() and given not in self.prompts:
+            known = ", ".join(map(repr, filter(None, self.prompts))) or "none"
             raise RequestError("invalid_parameter", f"instruction {given!r} is no name in the checkpoint: {known}")
-        if wanted.dimensions is not None and wanted.dimensions > self.size:
+        if (wanted.dimensions or 0) > self.size:
             raise RequestError("invalid_parameter", f"dimensions is {wanted.dimensions:,}, vectors have {self.size:,}")
-        text = None if given is None else self.prompts.get(given, given)
-        return msgspec.structs.replace(wanted, instruction=text, pooling=self.pooling, normalizes=self.normalizes)
+        return msgspec.structs.replace(wanted, instruction=self.prompts.get(given, given), pooling=self.pooling)
 
 
-def _of_modules(folder: Path) -> tuple[Pooling | None, bool]:
-    """How a folder of sentence-transformers pools, and whether it normalizes. Raises: ModelError for what else it
-    does."""
+def _stored_pooling(folder: Path) -> Pooling | None:
+    """How a folder of sentence-transformers pools. Raises: ModelError for what else it does."""
     try:
-        modules = msgspec.json.decode((folder / FILES[0]).read_bytes(), type=list[dict[str, Any]])
-        kinds = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in modules}
-    except (OSError, msgspec.DecodeError, KeyError) as error:
-        raise ModelError(f"cannot read {folder / FILES[0]}: {error}", hint="download the file again") from error
-    if others := sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"}):
-        raise ModelError(f"{folder / FILES[0]} has a module {others[0]}, which is not supported")
-    if "Pooling" not in kinds:
-        return None, "Normalize" in kinds
-    place = folder / kinds["Pooling"] / "config.json"
-    said = read_json(place)
-    old = [name for name in said if name.startswith("pooling_mode_") and said[name]]
-    given = [_OLD.get(name.removeprefix("pooling_mode_"), name) for name in old] or ["mean"]
-    modes = said.get("pooling_mode", given)
-    mode = modes if isinstance(modes, str) else " and ".join(modes)
-    if mode not in _POOLINGS or not said.get("include_prompt", True):
-        what = f"pooling {mode}" if mode not in _POOLINGS else "pooling without the instruction's tokens"
-        raise ModelError(f"{place}: {what} is not supported", hint="supported: lasttoken and mean")
-    return _POOLINGS[mode], "Normalize" in kinds
+        modules = msgspec.json.decode((folder / _MODULES).read_bytes(), type=list[dict[str, Any]])
+        places = {str(each["type"]).rpartition(".")[2]: folder / each["path"] for each in modules}
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot read {folder / _MODULES}: {error}", hint="download the file again") from error
+    if others := sorted(places.keys() - {"Transformer", "Pooling", "Normalize"}):
+        raise ModelError(f"{folder / _MODULES}: a module {others[0]} is not supported")
+    if "Pooling" not in places:
+        return None
+    said = read_json(places["Pooling"] / "config.json")
+    begin = "pooling_mode_"  # of older names
+    modes = said.get("pooling_mode") or [name for name in said if name.startswith(begin) and said[name]] or "mean"
+    mode = modes if isinstance(modes, str) else " and ".join(name.removeprefix(begin) for name in modes)
+    mode += "" if said.get("include_prompt", True) else " without the instruction"
+    if mode not in _POOLINGS:
+        raise ModelError(f"{places['Pooling']}: pooling by {mode} is not supported", hint="lasttoken and mean are")
+    return _POOLINGS[mode]

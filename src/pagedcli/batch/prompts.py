@@ -18,7 +18,7 @@ import msgspec
 from pagedcli.batch.columns import SCORES, Columns, names_of
 from pagedcli.batch.decisions import ANSWERS, Asked, option_tokens
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
-from pagedcli.batch.embeddings import EMBEDDING, Embedder, Embedding
+from pagedcli.batch.embeddings import EMBEDDING, Embedder
 from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
@@ -32,7 +32,7 @@ from pagedcli.config_keys import flag_name
 from pagedcli.core.admission import admit, admit_scores, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.core.scoring import POOLED
-from pagedcli.errors import ModelError, RequestError, UsageError
+from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.lengths import resolve_max_model_len
 from pagedcli.models.spec import ModelSpec
 from pagedcli.sampling_params import SamplingParams, seed_for
@@ -157,6 +157,8 @@ def open_tokenizer(config: Config, folder: Path) -> Tokenizer:
     """
     run, engine = config.run, config.engine
     tokenizer = Tokenizer(folder, chat_template=run.chat_template, trust_remote_code=engine.trust_remote_code)
+    if run.embed:  # a checkpoint that makes no vectors is refused before it is loaded
+        Embedder.of(engine, tokenizer)
     if run.tools and not tokenizer.shows_tools:
         raise UsageError(
             f"--tools: {NO_TOOLS}", hint="give a template that shows tools with --chat-template, or leave out --tools"
@@ -212,12 +214,9 @@ class Prompts:
         self._seen_ids = SeenIds()
         self._draws = True  # whether prompts need seeds
         self._most_together = 1  # rows that are tokenized together, by all processors; the first ones sooner
-        if options.run.embed:  # refused before the first row
-            _ = self._embedder
 
     @cached_property
     def _embedder(self) -> Embedder:
-        """Raises: ModelError for a checkpoint that does not say how it makes vectors."""
         return Embedder.of(self._options.config.engine, self.tokenizer)
 
     @property
@@ -323,7 +322,9 @@ class Prompts:
                 self._ask(prompt, prompt.asked)
             if prompt.embedding is not None:
                 self._check_scored(row)
-                self._embed(prompt, prompt.embedding)
+                prompt.embedding = self._embedder.complete(prompt.embedding)
+                prompt.scored = ScoredTokens([], POOLED, [], with_tokens=False)
+                prompt.text = prompt.text and (prompt.embedding.instruction or "") + prompt.text
             if prompt.scoring is not None:
                 self._check_scored(row)
                 given = prompt.token_ids if prompt.text is None else prompt.text
@@ -331,16 +332,6 @@ class Prompts:
                     self.tokenizer, given, self._limits.max_model_len, is_chat=prompt.is_chat
                 )
                 prompt.text, prompt.token_ids = None, prompt.scored.context
-
-    def _embed(self, prompt: RowPrompt, wanted: Embedding) -> None:
-        """Add the instruction to a text. Raises: RequestError."""
-        try:
-            prompt.embedding = self._embedder.complete(wanted)
-        except ModelError as error:
-            raise RequestError("no_embedder", error.message, hint=error.hint) from error
-        prompt.scored = ScoredTokens([], POOLED, [], with_tokens=False)
-        if prompt.text is not None:
-            prompt.text = (prompt.embedding.instruction or "") + prompt.text
 
     def _ask(self, prompt: RowPrompt, asked: Asked) -> None:
         """Add the question to a text or tokens, and to any prompt the tokens of its options. Raises: RequestError."""
@@ -461,5 +452,4 @@ def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:
         max_model_len=NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),
         max_num_batched_tokens=engine.max_num_batched_tokens or NO_LIMIT,
         vocab_size=None if spec is None else spec.vocab_size,
-        has_head=spec is None or spec.has_head,
     )

@@ -83,7 +83,7 @@ RowShape = Literal["plain", "chat.completion", "text_completion", "list"]
 
 _MAX_PROMPTS = 10_000  # limit per line
 _SHAPES: dict[str, RowShape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
-_SHAPES["/v1/embeddings"] = "list"
+_SHAPES |= {"/v1/embeddings": "list"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 _ALIASES = {
     "max_completion_tokens": "max_tokens",
@@ -151,7 +151,7 @@ class RowPrompt(msgspec.Struct, eq=False):
     tools: list[dict[str, Any]] | None = None  # shown by the chat template; in a line None: the run's
     scoring: ScoreRequest | None = None  # what the line wants scored; None: it generates
     asked: Asked | None = None  # the question that follows, whose options are scored
-    embedding: Embedding | None = None  # the vector of the prompt, for which nothing is generated
+    embedding: Embedding | None = None  # its vector is wanted
     scored: ScoredTokens | None = None  # the tokens of what is scored
     stop_checkers: StopCheckers | None = None  # None: no stop strings
     guides: Guides | None = None  # None: no grammar
@@ -248,14 +248,9 @@ class RequestParser:
             if "prompt" in body:
                 raise RequestError("invalid_request", "'logprobs_from' needs 'text' or 'prompt', not both")
             body["prompt"] = body.pop("text")
-        embeds = "input" if shape == "list" else "embed" if "embed" in body else None
-        embedding = Embedding.of(body, self._run, embeds) if embeds or self._run.embed else None
+        embedding = self._embedding(body, shape)
         self._check_unknown(body, row)
         scoring = ScoreRequest.of(body)
-        if embeds is not None:
-            check_generates_nothing(embeds, body, *SCORE_FIELDS, "questions")
-        elif scoring is not None or "questions" in body:
-            embedding = None
         asked = [] if scoring is not None or embedding is not None else self._asked
         if "questions" in body:
             check_generates_nothing("questions", body, *SCORE_FIELDS)
@@ -267,18 +262,14 @@ class RequestParser:
             params = SCORING
             self._ignore((name for name in body if name in _SAMPLING_FIELDS), row)
             if shape not in ("plain", "list"):
-                what = "scored" if embedding is None else "embedded"
-                raise RequestError("unsupported_parameter", f"an OpenAI batch line cannot be {what}; use a plain line")
+                raise RequestError("unsupported_parameter", "an OpenAI batch line cannot be scored; use a plain line")
         messages = read_messages(body["messages"]) if "messages" in body else None
         prompts = read_prompts(body["prompt"]) if "prompt" in body else []
         if bool(prompts) == (messages is not None):
             what = "both" if prompts else "neither"
             raise RequestError("invalid_request", f"a line needs either 'prompt' or 'messages', this one has {what}")
-        if scores and shape == "plain" and len(prompts) > 1:
-            what = "score" if embedding is None else "embed"
-            raise RequestError("invalid_request", f"a line to {what} has one prompt, this one {len(prompts):,}")
-        if embedding is not None and messages is not None:
-            raise RequestError("invalid_request", "a line to embed has a text, not messages")
+        if scores and len(prompts) > 1 and shape == "plain":
+            raise RequestError("invalid_request", f"a line to score has one prompt, this one {len(prompts):,}")
         if shape != "plain" and (messages is None) == (shape == "chat.completion"):
             wanted = "messages" if shape == "chat.completion" else "prompt"
             raise RequestError("invalid_request", f"the body of a {document['url']} line needs {wanted!r}")
@@ -298,6 +289,15 @@ class RequestParser:
             row.prompts = [new([], messages=messages)]
         if asked:
             row.prompts = [msgspec.structs.replace(row.prompts[0], asked=each) for each in asked]
+
+    def _embedding(self, body: dict[str, Any], shape: RowShape) -> Embedding | None:
+        """None if no vector is wanted. Changes: body, as Embedding.of does."""
+        name = "input" if shape == "list" else "embed"
+        if shape == "list" or name in body:
+            check_generates_nothing(name, body, *SCORE_FIELDS, "questions")
+            return Embedding.of(body, self._run, name)
+        is_other = not self._run.embed or any(name in body for name in (*SCORE_FIELDS, "questions"))
+        return None if is_other else Embedding.of(body, self._run, None)
 
     def _all_asked(self, questions: Sequence[Question]) -> list[Asked]:
         asked = [each for question in questions for each in question.asked(self._run)]
@@ -407,8 +407,8 @@ def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
     if repeated := [column for column, number in Counter(names).items() if number > 1]:
         raise UsageError(f"{name} has two columns with the name {repeated[0]!r}", hint="rename one of them")
     text = {"text"} if "logprobs_from" in names else set[str]()
-    text |= {"embed", *EMBED_FIELDS} if "embed" in names else set()
-    prompts = columns.sources or {"prompt", "messages", "body"} | (text - set(EMBED_FIELDS))
+    text |= {"embed"} & set(names)
+    prompts = columns.sources or {"prompt", "messages", "body"} | text
     missing = sorted(prompts.difference(names))
     if missing if columns.sources else len(missing) == len(prompts):
         wanted = repr(missing[0]) if columns.sources else "'prompt', 'messages' or 'body'"
@@ -417,7 +417,7 @@ def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
             f"{name} has no column {wanted}; its columns: {', '.join(names)}",
             hint=hint if columns.template is None else "the template takes its texts from columns of the input",
         )
-    used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts, *text}
+    used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts, *text, *(EMBED_FIELDS if "embed" in text else ())}
     return [column for column in names if columns.keep_all or column in used]
 
 

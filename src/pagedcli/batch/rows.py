@@ -119,11 +119,11 @@ class RowWriter:
         return self._openai_row(row, response, None)
 
     def _embedding_row(self, row: BatchRow, answers: list[RowPrompt], counts: dict[str, Any]) -> dict[str, Any]:
-        vectors = [each.embedding.encoded(each.result.vector) for each in answers if each.embedding is not None]
+        found = ((each.embedding, *(each.result.scores or ())) for each in answers)
+        vectors = [embedding.encoded(score.tokens) for embedding, score in found if embedding is not None]
         if row.shape == "plain":
-            found = [{"finish_reason": EMBEDDING, EMBEDDING: vector} for vector in vectors]
-            several = {"outputs": [{"index": index, **each} for index, each in enumerate(found)]}
-            return self._without_text(row) | (found[0] if len(found) == 1 else several) | counts | {"error": None}
+            found = {"finish_reason": EMBEDDING, EMBEDDING: vectors[0]}
+            return self._without_text(row) | found | counts | {"error": None}
         data = [{"object": EMBEDDING, "index": index, EMBEDDING: vector} for index, vector in enumerate(vectors)]
         body = {"object": row.shape, "data": data, "model": self.model, **counts}
         response = {"status_code": 200, "request_id": f"req_{self._id(row)}", "body": body}
@@ -418,7 +418,7 @@ def _answers(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | N
     error = fields["error"] or body.get("error")  # OpenAI's failed requests have it in the body
     # a plain row may have a copied column `choices`
     answers = fields.get("outputs") or [fields] if body is fields else body.get("choices") or [body]
-    if body is not fields and body.get("object") == _SHAPE_OF_VECTORS:
+    if body is not fields and body.get("object") == "list":  # vectors
         answers = [{**each, "finish_reason": EMBEDDING} for each in body["data"]]
     return body, error, answers if error is None else []
 
@@ -463,14 +463,9 @@ def marked_of(rows: NumberedRows, columns: Columns) -> frozenset[str]:
 
 def vector_size(rows: NumberedRows, columns: Columns) -> int:
     """The elements of each vector; -1 if these differ."""
-    found = {
-        len(sample.embedding)
-        for _, row in rows()
-        if b'"embedding":' in row
-        for sample in WrittenRow.of(row, columns.answer).samples
-        if sample.embedding is not None
-    }
-    return found.pop() if len(found) == 1 else -1
+    found = (WrittenRow.of(row, columns.answer).samples for _, row in rows() if _MARKED[3] in row)
+    sizes = {len(sample.embedding) for samples in found for sample in samples if sample.embedding is not None}
+    return sizes.pop() if len(sizes) == 1 else -1
 
 
 def decided_of(rows: NumberedRows, columns: Columns) -> dict[str, type]:
@@ -481,7 +476,6 @@ def decided_of(rows: NumberedRows, columns: Columns) -> dict[str, type]:
     return found
 
 
-_SHAPE_OF_VECTORS = "list"
 _ON_DISK = b'"disk_cached_tokens":'
 _MARKED = b'"reasoning_tokens":', b'"tool_calls":[', b'"scores":[', b'"embedding":'
 _DECIDED = b'"finish_reason":"decision"'

@@ -4,7 +4,6 @@ from collections.abc import Sequence as Ids
 
 from pagedcli.core.beams import check_width
 from pagedcli.core.limits import Limits
-from pagedcli.core.scoring import POOLED
 from pagedcli.errors import RequestError
 from pagedcli.printable import plural
 from pagedcli.sampling_params import SamplingParams
@@ -18,7 +17,6 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestError("empty_prompt", "the prompt has no tokens")
-    _check_head(limits)
     _check_ids(limits, prompt_token_ids, params)
     width = params.beam_width or 1
     check_width(limits, width, params)
@@ -55,8 +53,6 @@ def admit_scores(limits: Limits, context_token_ids: Ids[int], continuations: Ids
     num_context = len(context_token_ids)
     if num_context == 0:
         raise RequestError("empty_prompt", "the context has no tokens")
-    if continuations is not POOLED:
-        _check_head(limits)
     if not continuations:
         raise RequestError("empty_continuation", "there are no continuations")
     _check_ids(limits, context_token_ids, SamplingParams())
@@ -99,13 +95,6 @@ def shares_prompts(limits: Limits) -> bool:
     """Whether sequences with a common prompt always find it in each other's blocks. With windows or recurrent state
     they do not after a preemption, as what they would continue from may be gone."""
     return limits.enable_prefix_caching and not limits.tables.has_windows and not limits.has_states
-
-
-def _check_head(limits: Limits) -> None:
-    if not limits.has_head:
-        raise RequestError(
-            "no_output_layer", "the checkpoint has no output layer: it makes vectors, for rows with 'embed'"
-        )
 
 
 def _check_ids(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence as Ids
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.beams import Candidates
@@ -110,11 +112,10 @@ class EngineCore:
         salt. `make_stop_checker` is called once per sample and returns a function that receives each new token and
         detects stop strings; `make_guide` returns the guide that restricts the next token; `make_prefixes` the chain of
         the prompt's full blocks, if only that is known. With `continuations` nothing is generated, and `params` do not
-        count: FinishedRequest.scores says how likely each is after the prompt. With `pooling` neither, and FinishedRequest.vector
-        is the hidden state of its last token, or the mean of all. `is_private`: no prefix store is used.
+        count: FinishedRequest.scores says how likely each is after the prompt. With `pooling` these are POOLED, and
+        their score has the last hidden state, or all. `is_private`: no prefix store is used.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
-        continuations = continuations if pooling is None else POOLED
         try:
             max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations)
         except RequestError as error:
@@ -124,13 +125,10 @@ class EngineCore:
         self._num_added += 1
         token_ids, targets = list(prompt_token_ids), None
         if continuations is not None:
-            params, targets = SCORING, ScoredPart.of_context(len(token_ids), continuations)
+            params, targets = SCORING, ScoredPart.of_context(len(token_ids), continuations, pooling)
             token_ids += [] if targets.together else continuations[0][:-1]
-        if pooling is not None:
-            targets = ScoredPart.of_pooled(len(token_ids), pooling)
-        needs_all = params.prompt_logprobs is not None or pooling == "mean"
-        if needs_all:  # every prompt token is computed: cached blocks have no logits
-            cache_salt = f" prompt_logprobs {self._next_seq_id}"
+        needs_all = params.prompt_logprobs is not None or pooling == "mean"  # cached blocks have no logits and states
+        cache_salt = f" prompt_logprobs {self._next_seq_id}" if needs_all else cache_salt
         request = UnfinishedRequest(
             make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes
         )
@@ -162,6 +160,8 @@ class EngineCore:
         """Most tokens that a new request may generate. Raises: RequestError."""
         if request_id in self._requests:
             raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
+        if continuations is not POOLED and not self.limits.has_head:
+            raise RequestError("no_output_layer", "the checkpoint has no output layer: it only embeds texts")
         if continuations is None:
             return admit(self.limits, prompt, params)
         admit_scores(self.limits, prompt, continuations)
@@ -340,11 +340,6 @@ class EngineCore:
             targets = step.scored[each.seq_id].targets
             assert targets is not None, "the sequence has targets"
             targets.add(each.first, each.scores)
-        for states in tokens.states:
-            targets = step.scored[states.seq_id].targets
-            assert targets is not None, "the sequence has targets"
-            assert targets.states is not None, "its states are wanted"
-            targets.states.add(states.first, states.rows)
         sampled: list[Sequence] = []
         ended = self._take_scores(step.computed)
         try:
@@ -367,7 +362,7 @@ class EngineCore:
             assert seq.targets is not None, "the sequence has targets"
             seq.targets.is_done = True
             seq.facts.first_token_s = seq.facts.finished_s = now_s
-            if seq.targets.is_nan:
+            if any(np.isnan(each).any() for each in seq.targets.found):
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
             elif seq.finish_reason is None and not self._forks.is_kept(seq):
                 seq.finish_reason = "score"

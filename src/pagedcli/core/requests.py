@@ -52,7 +52,6 @@ class FinishedRequest:
     error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
     scores: list[ContinuationScore] | None = None  # one per continuation, if they were given; it then has no samples
     num_disk_tokens: int | None = None  # cached ones read from the prefix store; None: it uses none
-    vector: Any = None  # [E] float64, the pooled hidden states, if they were wanted: it then has no samples
 
 
 # ---------------------------------------------------------------------- a request and its forks
@@ -107,7 +106,6 @@ class UnfinishedRequest:
             prompt_logprobs=None if first.params.prompt_logprobs is None else first.facts.prompt_logprobs or [None],
             error=self.error,
             scores=self._scores(),
-            vector=self._vector(),
         )
 
     def _scores(self) -> list[ContinuationScore] | None:
@@ -115,10 +113,6 @@ class UnfinishedRequest:
             return None
         context, *forks = self.targets
         return context.scores(self.continuations, forks) if context.found else None  # a simulation computes none
-
-    def _vector(self) -> Any:
-        states = self.targets[0].states if self.targets and self.error is None else None
-        return states.total / states.num_tokens if states is not None and states.num_tokens else None
 
     def _samples(self) -> list[SampleOutput]:
         search, params = self.search, self.seqs[0].params

@@ -8,15 +8,13 @@ is a sequence, and each continuation of two or more tokens one that forks from i
     `4`              none: its only token is predicted by the context
 
 The context of a single continuation needs no fork: both are one sequence, 5 6 7 8 1 2, with three rows of logits.
-A vector is what predicts a token, before the output layer: its request has one continuation, POOLED, with no scores.
+A vector is made of rows before the output layer: its request has one continuation, POOLED, which gets no score.
 Used by the engine core; needs no torch.
 """
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
-
-import numpy as np
 
 from pagedcli.sampling_params import SamplingParams
 
@@ -37,7 +35,7 @@ class ContinuationScore:
     """The scores of one continuation."""
 
     token_ids: list[int]
-    tokens: list[TokenScore]  # one per token
+    tokens: list[Any]  # a TokenScore per token; of POOLED the hidden states that make the vector, [E] float32
 
     @property
     def logprob(self) -> float:
@@ -51,20 +49,6 @@ class ContinuationScore:
 
 
 @dataclass(slots=True, eq=False)
-class PooledStates:
-    """The sum of the hidden states of tokens, added one after the other in float64: chunks do not change its bits."""
-
-    total: Any = 0.0  # [E] float64
-    num_tokens: int = 0
-
-    def add(self, begin: int, states: Any) -> None:
-        """Add the states of the tokens from index `begin` on; those that are known are the same."""
-        for state in states[self.num_tokens - begin :]:
-            self.total = self.total + state.astype(np.float64)
-            self.num_tokens += 1
-
-
-@dataclass(slots=True, eq=False)
 class Targets:
     """The tokens that a sequence predicts and scores, in order."""
 
@@ -74,15 +58,9 @@ class Targets:
     together: bool = False  # whether this token predicts all of them; otherwise each is predicted by the one before
     num_fork_tokens: int = 0  # tokens computed by the sequences that fork from it
     index: int = 0  # place of the continuation in its row
-    found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
+    found: list[Any] = field(default_factory=list)  # scores or states so far: a preemption does not drop them
+    pools: bool = False  # hidden states are wanted, not scores
     is_done: bool = False  # its last token has been computed, and the result read
-    states: PooledStates | None = None  # instead of scores
-
-    @property
-    def is_nan(self) -> bool:
-        """Whether the model has returned something else than numbers."""
-        wrong = any(score.logprob != score.logprob for score in self.found)
-        return wrong or (self.states is not None and bool(np.isnan(self.states.total).any()))
 
     def wanted(self, start: int, end: int) -> tuple[int, list[int]]:
         """Which tokens get a score when the positions start ... end-1 are computed: the index of the first, and the
@@ -90,27 +68,25 @@ class Targets:
         if self.together:
             is_now = start <= self.first < end and not self.found
             return 0, [self.first] * len(self.token_ids) if is_now else []
-        begin = max(start - self.first, len(self.found) if self.states is None else self.states.num_tokens)
+        begin = max(start - self.first, len(self.found))
         return begin, list(range(self.first + begin, min(end, self.first + len(self.token_ids))))
 
-    def add(self, begin: int, scores: list[TokenScore]) -> None:
+    def add(self, begin: int, scores: list[Any]) -> None:
         """Scores of the tokens from index `begin` on; those that are known are the same."""
         self.found[begin : begin + len(scores)] = scores
 
     @classmethod
-    def of_context(cls, num_context_tokens: int, continuations: Items[Items[int]]) -> Self:
-        """What the first sequence of a request predicts."""
+    def of_context(
+        cls, num_context_tokens: int, continuations: Items[Items[int]], pooling: Pooling | None = None
+    ) -> Self:
+        """What the first sequence of a request predicts, or the tokens whose hidden states make a vector."""
         last = num_context_tokens - 1
+        if pooling == "mean":
+            return cls(num_context_tokens, POOLED[0] * num_context_tokens, 0, pools=True)
         if len(continuations) == 1:
-            return cls(num_context_tokens, list(continuations[0]), last)
+            return cls(num_context_tokens, list(continuations[0]), last, pools=pooling is not None)
         firsts, num_later = [token_ids[0] for token_ids in continuations], sum(len(each) - 1 for each in continuations)
         return cls(num_context_tokens, firsts, last, together=True, num_fork_tokens=num_later)
-
-    @classmethod
-    def of_pooled(cls, num_tokens: int, pooling: Pooling) -> Self:
-        """The tokens of a prompt whose hidden states make its vector."""
-        first = 0 if pooling == "mean" else num_tokens - 1
-        return cls(num_tokens, POOLED[0] * (num_tokens - first), first, states=PooledStates())
 
     def of_forks(self, continuations: Items[Items[int]]) -> list[Self]:
         """What the sequences predict that fork from this context."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from pagedcli.core.limits import Limits
 from pagedcli.core.sampling_input import Ints, SamplingInput
-from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import Sequence, TokenLogprobs
 from pagedcli.core.snapshots import HeldSlots
 from pagedcli.core.steps import ScheduledStep
@@ -33,6 +32,7 @@ class PromptPiece:
     first: int  # position of the first of these tokens, or its index among the targets of the sequence
     num_tokens: int
     num_top: int | None  # likeliest tokens at each position; None: the tokens are targets
+    pools: bool = False  # their hidden states are wanted instead, and they are not among the P tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,10 @@ class PromptRows:
 
     sampled: Ints  # [R] int64, which of these rows get a token
     scored: Ints  # [U] int64, which of them predict a given token, ascending
-    pooled: Ints  # [H] int64, which of them are part of a vector and need no logits
+    pooled: Ints  # [H] int64, which of them have wanted hidden states
     places: Ints  # [P] int64, for each token which of the U rows predicts it, ascending
     token_ids: Ints  # [P] int64
-    pieces: tuple[PromptPiece, ...]  # the P tokens, in order
-    pooled_pieces: tuple[PromptPiece, ...]  # the H rows, in order
+    pieces: tuple[PromptPiece, ...]  # the P tokens, in order, and those that are pooled
 
     @property
     def num_top(self) -> int:
@@ -110,16 +109,7 @@ class TargetScores:
 
     seq_id: int
     first: int  # index of the first one
-    scores: list[TokenScore]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptStates:
-    """Hidden states of consecutive tokens of one sequence."""
-
-    seq_id: int
-    first: int  # index of the first one among its targets
-    rows: Any  # [n, E] float32
+    scores: list[Any]  # TokenScore, or hidden states [E] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +120,6 @@ class StepTokens:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> logprobs, if requested, and of beams
     prompt_logprobs: Items[PromptLogprobs] = ()
     target_scores: Items[TargetScores] = ()
-    states: Items[PromptStates] = ()
 
 
 class TokensToRead(Protocol):
@@ -394,7 +383,7 @@ def prompt_rows(
     `computed`, `new`: tokens per sequence before the step and in it. `starts`: first row of each sequence. `sampled`:
     rows that get a token, ascending.
     """
-    pieces, pooled_pieces = list[PromptPiece](), list[PromptPiece]()
+    pieces: list[PromptPiece] = []
     rows, pooled = list[int](), list[int]()
     token_ids: list[int] = []
     for seq, start, done, count in zip(seqs, starts.tolist(), computed.tolist(), new.tolist(), strict=True):
@@ -406,19 +395,13 @@ def prompt_rows(
             end = done if num_top is None or seq.sample_index else min(done + count, seq.num_prompt_tokens - 1)
             first, positions = done + 1, list(range(done, end))
         if positions:
-            piece = PromptPiece(seq.seq_id, first, len(positions), num_top)
-            own = [start + position - done for position in positions]
-            if seq.targets is not None and seq.targets.states is not None:
-                pooled_pieces.append(piece)
-                pooled += own
-                continue
-            pieces.append(piece)
-            rows += own
-            token_ids += given[first : first + len(positions)]
-    if not pieces and not pooled:
+            pools = seq.targets is not None and seq.targets.pools
+            pieces.append(PromptPiece(seq.seq_id, first, len(positions), num_top, pools))
+            (pooled if pools else rows).extend(start + position - done for position in positions)
+            token_ids += [] if pools else given[first : first + len(positions)]
+    if not pieces:
         return None
     scored, places = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
-    wanted = np.unique(np.concatenate((sampled, scored, np.array(pooled, dtype=np.int64)))).astype(np.int64)
-    of_wanted = (np.searchsorted(wanted, each) for each in (sampled, scored, pooled))
-    given_ids = np.array(token_ids, dtype=np.int64)
-    return wanted, PromptRows(*of_wanted, places, given_ids, tuple(pieces), tuple(pooled_pieces))
+    wanted = np.union1d(np.union1d(sampled, scored), np.array(pooled, dtype=np.int64)).astype(np.int64)
+    of_wanted = [np.searchsorted(wanted, each) for each in (sampled, scored, np.array(pooled, dtype=np.int64))]
+    return wanted, PromptRows(*of_wanted, places, np.array(token_ids, dtype=np.int64), tuple(pieces))

@@ -82,7 +82,7 @@ def check_supported(config: dict[str, Any], where: Path) -> None:
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelError(f"{where}: architectures is {architectures!r}, not a list of names")
     named = (str(config.get("model_type")), *architectures)
-    if config.get("is_causal") is False or any("idirectional" in name or "bidirec" in name for name in named):
+    if config.get("is_causal") is False or any("bidirec" in name.lower() for name in named):
         raise ModelError(f"{where}: each token of {named[-1]} attends to later ones, too, which is not supported")
     text_config = config.get("text_config")
     for fields in (config, text_config if isinstance(text_config, dict) else {}):
@@ -147,7 +147,6 @@ _PARTS = {
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
     **{f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")},
 }  # OLMo; Kimi Linear as transformers saves it
-_OF_BODY = ("embed_tokens.", "layers.", "norm.")  # saved without an output layer
 _OF_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.")  # Qwen2.5-VL's names lack the part's
 _HEAD = re.compile(r"(lm_head|embed_out)\.weight")
 _TABLE = re.compile(r".*(emb|wte)[^.]*\.weight")
@@ -160,7 +159,7 @@ def todays_name(name: str, body: str = "model") -> str:
     """The name that transformers has for a tensor now. `body`: of the language model."""
     for part, today in _PARTS.items():
         name = name.replace(part, today)
-    if name.startswith(_OF_BODY):
+    if name.startswith(("embed_tokens.", "layers.", "norm.")):  # saved without an output layer
         return f"{body}.{name}"
     if name.startswith(_OF_TEXT):
         return body + name.removeprefix("model")
@@ -212,17 +211,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def stored_head(folder: Path) -> Literal["own", "equal", "absent"]:
-    """Whether the output layer is stored, and with other numbers than the embedding table: transformers then ties
-    neither, whatever config.json says. "equal" for files that cannot be read: loading them is refused with the reason.
-    """
+    """Whether the output layer is stored with other numbers than the embedding table: transformers then ties neither,
+    whatever config.json says. "equal" for files that cannot be read: loading them is refused with the reason."""
     stored = {todays_name(name): tensor for file in _files(folder) for name, tensor in _tensors(file)}
     heads = [tensor for name, tensor in stored.items() if _HEAD.fullmatch(name)]
     tables = [tensor for name, tensor in stored.items() if _TABLE.fullmatch(name) and not _HEAD.fullmatch(name)]
-    if not tables or any(name.endswith(_PACKED) for name in stored if name.startswith("lm_head.")):
-        return "equal"
-    if not heads:
+    if tables and not any(name.startswith(("lm_head.", "embed_out.")) for name in stored):
         return "absent"
-    return "own" if any(not any(map(head.equals, tables)) for head in heads) else "equal"
+    return "own" if tables and any(not any(map(head.equals, tables)) for head in heads) else "equal"
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, _Stored]]:

@@ -5,9 +5,8 @@ Used by ModelRunner. Host and device never wait for each other here: tokens are 
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from pagedcli.core.sampling_input import Ints, LogitChanges, SamplingInput
 from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import PromptLogprobs, PromptRows, PromptStates, StepTokens, TargetScores
+from pagedcli.core.step_input import PromptLogprobs, PromptRows, StepTokens, TargetScores
 from pagedcli.layers import sampling as kernels
 from pagedcli.runner.device_state import Download, Upload
 
@@ -28,21 +27,25 @@ _CPU_ROWS = 16
 class PromptScores:
     """Log-probabilities of given tokens, and hidden states, being copied to the host."""
 
-    def __init__(self, rows: PromptRows, states: Tensor, scores: Items[Tensor]) -> None:
-        """`states` [H, E]; `scores`, none if there are no tokens: `chosen` [P]: of the tokens; `largest` [U]: the
-        argmax of each row, empty if nobody asks for it; `values`, `ids` [U, K]: of its likeliest tokens."""
+    def __init__(self, rows: PromptRows, states: Tensor, *scores: Tensor) -> None:
+        """`states` [H, E]; `scores`, none without tokens: `chosen` [P]: of the tokens; `largest` [U]: the argmax of
+        each row, empty if nobody asks for it; `values`, `ids` [U, K]: of its likeliest tokens."""
         self._rows = rows
         self._download = Download([states, *scores])
 
-    def read(self) -> tuple[list[PromptLogprobs], list[TargetScores], list[PromptStates]]:
+    def read(self) -> tuple[list[PromptLogprobs], list[TargetScores]]:
         """Wait for them."""
-        hidden, *scores = self._download.wait()
-        chosen, largest, values, ids = (tensor.tolist() for tensor in scores) if scores else ([], [], [], [])
+        states, *scored = self._download.wait()
+        chosen, largest, values, ids = [tensor.tolist() for tensor in scored] or 4 * [[]]
+        hidden = iter(states.numpy())
         token_ids, places = self._rows.token_ids.tolist(), self._rows.places.tolist()
         prompts: list[PromptLogprobs] = []
         targets: list[TargetScores] = []
         start = 0
         for piece in self._rows.pieces:
+            if piece.pools:
+                targets.append(TargetScores(piece.seq_id, piece.first, list(islice(hidden, piece.num_tokens))))
+                continue
             given = range(start, start + piece.num_tokens)
             start += piece.num_tokens
             if piece.num_top is None:
@@ -55,10 +58,7 @@ class PromptScores:
                 for i, top in zip(given, tops, strict=True)
             ]
             prompts.append(PromptLogprobs(piece.seq_id, piece.first, logprobs))
-        pieces = self._rows.pooled_pieces
-        rows = torch.split(hidden, [piece.num_tokens for piece in pieces])
-        pairs = zip(pieces, rows, strict=True) if pieces else ()
-        return prompts, targets, [PromptStates(piece.seq_id, piece.first, each.numpy()) for piece, each in pairs]
+        return prompts, targets
 
 
 class SampledTokens:
@@ -93,7 +93,8 @@ class SampledTokens:
                     tokens[row] = None
         if kernels.INVALID in tokens:
             tokens = [None if token_id == kernels.INVALID else token_id for token_id in tokens]
-        return StepTokens(tokens, found, *(() if self.prompt_scores is None else self.prompt_scores.read()))
+        prompts, targets = ([], []) if self.prompt_scores is None else self.prompt_scores.read()
+        return StepTokens(tokens, found, prompts, targets)
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: "KeptTokens") -> SampledTokens:
@@ -138,8 +139,7 @@ def _logprobs(
 def score_prompts(
     hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: PromptRows, upload: Upload
 ) -> PromptScores:
-    """Log-probabilities of given tokens: each row is computed once, however many tokens it predicts. And the hidden
-    states that make vectors.
+    """Log-probabilities of given tokens, each row computed once, however many it predicts; and wanted hidden states.
 
     Shapes:  hidden [rows, E], of all rows that get logits.
     """
@@ -154,7 +154,7 @@ def score_prompts(
         own = logprobs[places[tokens] - start, token_ids[tokens]]
         largest = kernels.likeliest_tokens(logits) if rows.has_targets else token_ids[:0]
         parts.append((own, largest, *kernels.top_tokens(logprobs, rows.num_top)))
-    return PromptScores(rows, states, [torch.cat(tensors) for tensors in zip(*parts, strict=True)])
+    return PromptScores(rows, states, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 # ---------------------------------------------------------------------- changes of logits
