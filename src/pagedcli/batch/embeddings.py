@@ -66,8 +66,8 @@ class Embedding(msgspec.Struct, frozen=True):
 
 
 def decoded(vector: Any) -> Any:
-    """The numbers of a vector in a row."""
-    return np.frombuffer(base64.b64decode(vector), "<f4").tolist() if isinstance(vector, str) else vector
+    """The float32 numbers of a vector in a row."""
+    return (np.frombuffer(base64.b64decode(vector), "<f4") if isinstance(vector, str) else np.float32(vector)).tolist()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pagedcli.batch.embeddings import EMBEDDING
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
-from pagedcli.batch.rows import NumberedRows, WrittenRow, decided_of, marked_of, vector_size
+from pagedcli.batch.rows import NumberedRows, WrittenRow, decided_of, marked_of
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.later import parquet as pq
 from pagedcli.later import pyarrow as pa
@@ -187,7 +187,9 @@ class ParquetRows:
         decided = decided_of(rows, self.columns)
         answer = self._schema(marked, decided)
         if EMBEDDING in marked:
-            vector = pa.field(EMBEDDING, pa.list_(pa.float32(), vector_size(rows, self.columns)))
+            samples = (each for _, row in rows() for each in WrittenRow.of(row, self.columns.answer).samples)
+            sizes = {len(each.embedding) for each in samples if each.embedding is not None}
+            vector = pa.field(EMBEDDING, pa.list_(pa.float32(), sizes.pop() if len(sizes) == 1 else -1))
             answer = answer.set(answer.get_field_index(EMBEDDING), vector)
         if self.carried is None:
             groups = self._own_groups(rows, marked | {decisions.ANSWERS} if decided else marked, answer)

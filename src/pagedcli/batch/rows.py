@@ -122,8 +122,8 @@ class RowWriter:
         found = ((each.embedding, *(each.result.scores or ())) for each in answers)
         vectors = [embedding.encoded(score.tokens) for embedding, score in found if embedding is not None]
         if row.shape == "plain":
-            found = {"finish_reason": EMBEDDING, EMBEDDING: vectors[0]}
-            return self._without_text(row) | found | counts | {"error": None}
+            own = {"finish_reason": EMBEDDING, EMBEDDING: vectors[0]}
+            return self._without_text(row) | own | counts | {"error": None}
         data = [{"object": EMBEDDING, "index": index, EMBEDDING: vector} for index, vector in enumerate(vectors)]
         body = {"object": row.shape, "data": data, "model": self.model, **counts}
         response = {"status_code": 200, "request_id": f"req_{self._id(row)}", "body": body}
@@ -459,13 +459,6 @@ def marked_of(rows: NumberedRows, columns: Columns) -> frozenset[str]:
         if found >= columns.marked | SCORES | {EMBEDDING}:
             break
     return (columns.marked | SCORES | DISK | {EMBEDDING}) & found
-
-
-def vector_size(rows: NumberedRows, columns: Columns) -> int:
-    """The elements of each vector; -1 if these differ."""
-    found = (WrittenRow.of(row, columns.answer).samples for _, row in rows() if _MARKED[3] in row)
-    sizes = {len(sample.embedding) for samples in found for sample in samples if sample.embedding is not None}
-    return sizes.pop() if len(sizes) == 1 else -1
 
 
 def decided_of(rows: NumberedRows, columns: Columns) -> dict[str, type]:

@@ -40,7 +40,7 @@ class ContinuationScore:
     @property
     def logprob(self) -> float:
         """The log-probability of the whole continuation: the sum."""
-        return sum(token.logprob for token in self.tokens)
+        return float(sum(token.logprob for token in self.tokens))
 
     @property
     def is_greedy(self) -> bool:

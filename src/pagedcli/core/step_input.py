@@ -7,6 +7,7 @@ WorkerGroup on several; a simulation computes nothing. Needs no torch and no dev
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -402,6 +403,7 @@ def prompt_rows(
     if not pieces:
         return None
     scored, places = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
-    wanted = np.union1d(np.union1d(sampled, scored), np.array(pooled, dtype=np.int64)).astype(np.int64)
-    of_wanted = [np.searchsorted(wanted, each) for each in (sampled, scored, np.array(pooled, dtype=np.int64))]
-    return wanted, PromptRows(*of_wanted, places, np.array(token_ids, dtype=np.int64), tuple(pieces))
+    states, ids = np.array(pooled, dtype=np.int64), np.array(token_ids, dtype=np.int64)
+    wanted = np.union1d(np.union1d(sampled, scored), states).astype(np.int64)
+    place = partial(np.searchsorted, wanted)
+    return wanted, PromptRows(place(sampled), place(scored), place(states), places, ids, tuple(pieces))
