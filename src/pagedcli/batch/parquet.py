@@ -186,7 +186,7 @@ class ParquetRows:
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
         decided = decided_of(rows, self.columns)
         answer = self._schema(marked, decided)
-        if EMBEDDING in marked:
+        if EMBEDDING in marked and self.marked is None:  # all parts of a run have the same columns
             samples = (each for _, row in rows() for each in WrittenRow.of(row, self.columns.answer).samples)
             sizes = {len(each.embedding) for each in samples if each.embedding is not None}
             vector = pa.field(EMBEDDING, pa.list_(pa.float32(), sizes.pop() if len(sizes) == 1 else -1))

@@ -271,6 +271,8 @@ class Prompts:
                     self.num_deduplicated += 1
                     continue
                 seen.add(key)
+            if (wanted := row.prompts[0].embedding) is not None and wanted.pooling == "mean":
+                row.cache_salt = f"{row.line.index} {row.cache_salt or ''}"  # the engine computes all of its tokens
             try:
                 if grammars is not None:
                     grammars.guides(row.prompts[0].params)  # the line's
@@ -364,10 +366,10 @@ class Prompts:
 
     def _check_scored(self, row: BatchRow) -> None:
         """Raises: RequestError if the row cannot have scores."""
-        if self._options.no_scores is not None:
+        columns, others = self._options.columns, set(row.kept)
+        adds = SCORES if row.prompts[0].embedding is None else frozenset((EMBEDDING,))
+        if self._options.no_scores is not None and EMBEDDING not in adds & columns.decided:
             raise RequestError("unsupported_parameter", self._options.no_scores)
-        columns, adds, others = self._options.columns, SCORES, set(row.kept)
-        adds = adds if row.prompts[0].embedding is None else frozenset((EMBEDDING,))
         if questions := {each.asked.question for each in row.prompts if each.asked is not None}:
             names = (name for each in questions for name in each.columns if columns.kind != "jsonl")
             adds, others = frozenset((ANSWERS, *names)), others | (columns.reserved - columns.decided)

@@ -72,7 +72,8 @@ class RowWriter:
     def marked_columns(self) -> frozenset[str]:
         """Columns about reasoning and tool calls that tables of its rows may have."""
         without = REASONING if self.reasoning is None else frozenset[str]()
-        return self.columns.marked - without - (CALLS if self.tool_format is None else frozenset())
+        marked = self.columns.marked | (self.columns.decided & {EMBEDDING})
+        return marked - without - (CALLS if self.tool_format is None else frozenset())
 
     def encode_success(self, row: BatchRow, answers: list[RowPrompt]) -> bytes:
         fields = self._success(row, answers, self._samples(answers))
