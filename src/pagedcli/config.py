@@ -21,6 +21,7 @@ from pagedcli.sampling_params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+PoolingChoice = Literal["auto", "last", "mean"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PreemptionPolicy = Literal["last", "largest"]
 InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
@@ -78,6 +79,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model", affects_rows=False)] = False
+    pooling: Annotated[
+        PoolingChoice,
+        _model("Token states that make a vector: last, or the mean of all; auto: as the checkpoint says"),
+    ] = "auto"
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE", affects_rows=False)] = "auto"
     attention_backend: Annotated[
         str, _model("Attention backend; auto: the fastest one available", metavar="NAME", affects_rows=False)
@@ -309,6 +314,13 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             metavar="FILE",
             reads="file",
         ),
+    ] = None
+    embed: Annotated[bool, _rows("Return a vector for each row's prompt instead of generating")] = False
+    instruction: Annotated[
+        str | None, _rows("Text before each one to embed, or its name in the checkpoint", metavar="TEXT|NAME")
+    ] = None
+    dimensions: Annotated[
+        int | None, _rows("Elements of each vector to keep before it is normalized", default="all", at_least=1)
     ] = None
     output_field: Annotated[str, _rows("Output field for the generated text", metavar="NAME")] = "text"
     keep: Annotated[
