@@ -24,7 +24,7 @@ def s3_server():
         for name, value in environment(address).items():
             patch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
-        files = s3fs.S3FileSystem()
+        files = s3fs.S3FileSystem(use_listings_cache=False)
         files.mkdir("bkt")
         yield files
     s3fs.S3FileSystem.clear_instance_cache()

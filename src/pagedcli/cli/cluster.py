@@ -25,9 +25,17 @@ from pagedcli.show.terminal import say
 _POLL_S = 1.0
 
 
-def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: int) -> int:
+def parse_workers(text: str) -> tuple[int, int]:
+    """'2-8', at least 2 and at most 8 workers: (2, 8). Raises: UsageError."""
+    least, _, most = text.partition("-")
+    if least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least):
+        return int(least), int(most or least)
+    raise UsageError(f"--workers is {text!r}, but must be N or A-B, from 1 on", hint="for example --workers 2-8")
+
+
+def run_cluster_job(job: Job, output: Path, address: str | None, workers: tuple[int, int]) -> int:
     """Run a job to its end and return the exit code. `output` is the folder of parts, `address` that of a cluster;
-    None: a local one. Raises: PagedcliError for fatal errors."""
+    None: a local one. `workers`: how many at least and at most. Raises: PagedcliError for fatal errors."""
     if job.resume and job.overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     folder = PartFolder(output)
@@ -48,7 +56,7 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
 
     say_model(job.loaded.config.engine.model)
     start_s, was_cut = time.perf_counter(), job.resume and folder.is_cut
-    ignored = prepare(job, folder, num_workers)
+    ignored = prepare(job, folder, workers[1])
     if not was_cut:
         say(f"read, tokenized and grouped by prefix in {time.perf_counter() - start_s:,.1f} s")
     missing = folder.missing()
@@ -60,9 +68,10 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     job.watch(progress.stats)
     outcome: Outcome = "complete"
     if missing:
-        pool = _pool(job, address, num_workers)
+        pool = _pool(job, address, *workers)
         each = f"{plural(pool.num_cpus, 'core')} and {plural(pool.num_gpus, 'GPU')}"
-        say(f"starting {plural(pool.num_workers, 'worker')} with {each} each")
+        least = "" if pool.least == pool.most else f"{pool.least} to "
+        say(f"starting {least}{plural(pool.most, 'worker')} with {each} each")
         with ray_job.cluster(address, pool):
             outcome = _work(ray_job.RayRun(output.resolve(), job.loaded, missing, pool), progress, counter)
     if outcome == "complete" and folder.missing():
@@ -112,11 +121,10 @@ def _say_workers(runs: "dict[str, dict[str, BatchStats]]") -> None:
         )
 
 
-def _pool(job: Job, address: str | None, num_workers: int) -> "distributed.ray_job.WorkerPool":
-
+def _pool(job: Job, address: str | None, least: int, most: int) -> "distributed.ray_job.WorkerPool":
     cores = usable_cores() if address is None else 1
     num_gpus = _num_gpus(job.loaded.config.engine)
-    return distributed.ray_job.WorkerPool(num_workers, max(1, cores // num_workers), num_gpus)
+    return distributed.ray_job.WorkerPool(least, most, max(1, cores // most), num_gpus)
 
 
 def _num_gpus(engine: EngineConfig) -> int:

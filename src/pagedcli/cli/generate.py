@@ -12,7 +12,7 @@ import yaml
 from pagedcli import show
 from pagedcli.batch.job import Job
 from pagedcli.batch.lines import file_of_prompt
-from pagedcli.cli.cluster import run_cluster_job
+from pagedcli.cli.cluster import parse_workers, run_cluster_job
 from pagedcli.cli.dump_kv import Dump, table_width
 from pagedcli.cli.notify import notifying
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
@@ -125,7 +125,7 @@ def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
         raise UsageError(
             "--ray cannot be combined with --order, --reorder or run.read_ahead: it groups rows by prefix itself"
         )
-    return run_cluster_job(job, job.output, options.ray_address, options.workers)
+    return run_cluster_job(job, job.output, options.ray_address, parse_workers(options.workers))
 
 
 def _tables_format(dump: Dump, format_: ShownFormat) -> Format:

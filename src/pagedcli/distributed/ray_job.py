@@ -31,7 +31,8 @@ _OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only numbers an
 class WorkerPool:
     """The workers of a run."""
 
-    num_workers: int
+    least: int
+    most: int
     num_cpus: int  # per worker
     num_gpus: int  # per worker
 
@@ -45,8 +46,8 @@ def cluster(address: str | None, pool: WorkerPool) -> Iterator[None]:
     if address is None:
         options = {
             "address": "local",
-            "num_cpus": pool.num_cpus * pool.num_workers,
-            "num_gpus": pool.num_gpus * pool.num_workers,
+            "num_cpus": pool.num_cpus * pool.most,
+            "num_gpus": pool.num_gpus * pool.most,
             "object_store_memory": _OBJECT_STORE_BYTES,
             "include_dashboard": False,
         }
@@ -82,15 +83,16 @@ class RayRun:
     def __init__(self, folder: Path, loaded: LoadedConfig, parts: list[int], pool: WorkerPool) -> None:
         ray.data.DataContext.get_current().enable_progress_bars = False
         # Workers take turns: in this order each begins with a share of neighbours, whose prefixes are alike.
-        num_workers = min(pool.num_workers, len(parts))
-        stride = -(-len(parts) // num_workers)
+        most = min(pool.most, len(parts))
+        stride = -(-len(parts) // most)
         items = [{"part": part} for start in range(stride) for part in parts[start::stride]]
         self._dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             _PartActor,
             batch_size=1,
             fn_constructor_args=(folder, loaded),
             compute=ray.data.ActorPoolStrategy(
-                size=num_workers,
+                min_size=min(pool.least, most),
+                max_size=most,
                 max_tasks_in_flight_per_actor=_PARTS_AT_ONCE,
                 max_concurrent_calls_per_actor=_PARTS_AT_ONCE,
                 enable_true_multi_threading=True,
