@@ -136,13 +136,9 @@ def copied_once(url: str, wanted: Callable[[str], bool]) -> Path:
     """A folder in the user's cache with the files of a bucket's folder that are wanted by name; they are copied again
     only where a size or a version has changed. It is empty if there are none."""
     bucket = Folder(url)
-    found = bucket.files()
-    folder = cached(url, *(f"{name} {size} {version}" for name, (size, version) in sorted(found.items())))
+    folder = cached(url, *(f"{name} {about}" for name, about in sorted(bucket.files().items())))
     show_as(str(folder), url)
-    for name in filter(wanted, found):
-        if not (folder / name).exists():
-            _log.info("copying %s", bucket.url_of(name))
-            bucket.fetch(name, folder / name)
+    bucket.fetch_all("", folder, wanted)
     return folder
 
 
@@ -243,6 +239,16 @@ class Folder:
                 shutil.copyfileobj(file, to, _READ_BYTES)
             else:
                 to.write(file.read(num_bytes))
+
+    def fetch_all(self, prefix: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
+        """Copy the wanted files that begin so, unless they are there. Returns their names."""
+        names = list(filter(wanted, self.files(prefix)))
+        for name in names:
+            if not (folder / name).exists():
+                _log.info("copying %s", self.url_of(name))
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                self.fetch(name, folder / name)
+        return names
 
     def send(self, path: Path, name: str) -> None:
         """Copy a file of this machine into the folder."""

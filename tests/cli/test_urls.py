@@ -90,7 +90,7 @@ def test_a_bucket_that_fails_at_the_end_loses_nothing(bucket, monkeypatch):
         patch.setattr(type(bucket), "put_file", lambda *_: (_ for _ in ()).throw(OSError("connection lost")))
         said = pagedcli(*generate, expect=1).stderr
     assert "error: cannot write memory://b/out.jsonl: connection lost\nhint: check the network" in said
-    assert said.endswith("; nothing is lost: the same command with --resume sends it\n")
+    assert said.endswith(", and sent by the same command with --resume\n")
     assert "rows: " not in said
     assert names(bucket) == []
     assert "is complete (3 rows): nothing to resume\n" in pagedcli(*generate, "--resume").stderr

@@ -1,8 +1,8 @@
 """URLs on the command line: what a command reads is copied here first, and what it writes lies in the user's cache
 until it is sent, complete. The rest of the command sees files of this machine, whose names are printed as URLs.
 
-Used by cli.main for every command; prompts and models are read by URL elsewhere. An unfinished run's journal and
---metrics are sent about every minute.
+Used by cli.main for every command; prompts and models are read by URL elsewhere. An unfinished run's journal is sent
+about every minute.
 """
 
 import logging
@@ -55,7 +55,7 @@ def with_local_files(command: str, values: dict[str, Any]) -> None:
         elif name in _WRITTEN:
             if every.count(urls[0]) > 1:
                 raise UsageError(f"two files of this command are the same, {urls[0]}", hint="use different names")
-            _mirrors.append(_Mirror(urls[0], resume=values.get("resume"), is_live=name == "metrics"))
+            _mirrors.append(_Mirror(urls[0], resume=values.get("resume")))
             values[name] = type(given)(_mirrors[-1].path)
         elif name in _LOCAL or isinstance(_listed(given)[0], Path):
             raise UsageError(f"{urls[0]} must be on this machine: no URL can be given here", hint="copy it first")
@@ -87,16 +87,10 @@ def _copy(url: str) -> Path:
     folder = TemporaryDirectory(prefix=COPIES)
     at_end(folder.cleanup)
     show_as(folder.name, parent)
-    ending = next((each for each in (".jsonl.zst", ".jsonl") if name.endswith(each)), "")
-    stem = name.removesuffix(ending)
-    own = re.compile(rf"{re.escape(stem)}(\.part\d+|\.recording)*{re.escape(ending)}(\.run\.json|/[^.].*)?")
-    bucket = Folder(parent)
-    for each in bucket.files(stem):
-        if own.fullmatch(each):
-            path = Path(folder.name, each)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            bucket.fetch(each, path)
-    if not any(Path(folder.name).iterdir()):
+    stem = name.removesuffix(".zst").removesuffix(".jsonl")
+    ending = re.escape(name.removeprefix(stem))
+    own = re.compile(rf"{re.escape(stem)}(\.part\d+|\.recording)*{ending}(\.run\.json|/[^.].*)?")
+    if not Folder(parent).fetch_all(stem, Path(folder.name), lambda each: own.fullmatch(each) is not None):
         raise UsageError(f"there is no {url}")
     return Path(folder.name, name)
 
@@ -107,68 +101,68 @@ class _Mirror:
     A file whose time of change is 0 is not sent: it shows what is in the bucket, completely or only its beginning.
     """
 
-    def __init__(self, url: str, *, resume: bool | None, is_live: bool) -> None:
-        """`resume`: None for a command without --resume: nothing of an earlier one is kept. `is_live`: sent during a
-        run, as the journal is."""
+    def __init__(self, url: str, *, resume: bool | None) -> None:
+        """`resume`: None for a command without --resume: nothing of an earlier one is kept."""
         parent, _, name = url.rpartition("/")
         if not name:
             raise UsageError(f"{url} is a folder", hint="name a file")
-        self._bucket, self._journal = Folder(parent), f"{name}.partial"
-        self._live = (self._journal, *[name] * is_live)
-        self._can_resume, self._lock = resume is not None, threading.Lock()
-        self._sent: dict[str, int] = {}  # file -> its time of change when it was sent
+        self._bucket, self._can_resume, self._lock = Folder(parent), resume is not None, threading.Lock()
+        self._sent_ns = 0  # the journal's time of change when it was sent
         self._there: set[str] = set()  # files here that are in the bucket, too
         folder = cached(url)
-        self.path = folder / name
+        self.path, self._journal = folder / name, folder / f"{name}.partial"
         show_as(str(folder), parent)
         for path in folder.iterdir():
             if not (self._can_resume and path.stat().st_mtime_ns):
                 path.unlink()
         stem = name.partition(".")[0]
         for each, (size, _) in self._bucket.files(stem).items():
-            if each != name and not each.startswith(f"{stem}."):
-                continue
-            path, is_whole = folder / each, bool(resume) and each.startswith(name)
-            is_resumed = is_whole and each == self._journal
-            if not path.exists() or (is_resumed and path.stat().st_size < size):
-                self._bucket.fetch(each, path, None if is_whole else _LOOKED_AT)
-                if not is_resumed:
-                    os.utime(path, (0, 0))
-            self._there.add(each)
+            if each == name or each.startswith(f"{stem}."):
+                path, is_whole = folder / each, bool(resume) and each.startswith(name)
+                is_resumed = is_whole and path == self._journal
+                if not path.exists() or (is_resumed and path.stat().st_size < size):
+                    self._bucket.fetch(each, path, None if is_whole else _LOOKED_AT)
+                    if not is_resumed:
+                        os.utime(path, (0, 0))
+                self._there.add(each)
 
-    def send_live(self) -> None:
-        """Send what shows how far a run is. Raises: PagedcliError."""
+    def send_journal(self) -> None:
+        """Send how far a run is. Raises: PagedcliError."""
         with self._lock, suppress(FileNotFoundError):
-            for name in self._live:
-                self._send(self.path.with_name(name))
+            self._send(self._journal)
 
     def send(self) -> None:
         """Send what is complete, and remove in the bucket what was removed here. Raises: PagedcliError."""
         with self._lock:
-            if not self.path.parent.is_dir():  # somebody has emptied the cache
+            if not self.path.parent.is_dir():  # all was sent, or somebody has emptied the cache
                 return
             # the record last: it says that the output is complete
             for path in sorted(self.path.parent.iterdir(), key=lambda each: (each.name.endswith(".run.json"), each)):
                 if is_in_use(path) or path.name.startswith("."):
                     continue
                 self._send(path)
-                if path.name != self._journal:
+                if path != self._journal:
                     path.unlink()
                     self._there.discard(path.name)
             for name in [each for each in self._there if not self.path.with_name(each).exists()]:
                 self._bucket.remove(name)
                 self._there.remove(name)
+            with suppress(OSError):  # the journal of a stopped run stays
+                self.path.parent.rmdir()
 
     def _send(self, path: Path) -> None:
-        changed = path.stat().st_mtime_ns
-        if not changed or self._sent.get(path.name) == changed:
+        changed_ns = path.stat().st_mtime_ns
+        if changed_ns in (0, self._sent_ns):
             return
         try:
             self._bucket.send(path, path.name)
         except PagedcliError as error:
-            kept = "; nothing is lost: the same command with --resume sends it" if self._can_resume else ""
-            raise PagedcliError(error.message, hint=f"{error.hint or 'try again'}{kept}") from error
-        self._sent[path.name] = changed
+            show_as(folder := str(path.parent), folder)
+            again = ", and sent by the same command with --resume" if self._can_resume else ""
+            raise PagedcliError(
+                error.message, hint=f"{error.hint or 'try again'}; all is in {folder}{again}"
+            ) from error
+        self._sent_ns = changed_ns if path == self._journal else self._sent_ns
         self._there.add(path.name)
 
 
@@ -189,25 +183,10 @@ def sending() -> Iterator[None]:
     thread.start()
     try:
         yield
-    except PagedcliError as error:
-        try:
-            send_complete()
-        except PagedcliError as other:
-            if other.message != error.message:
-                _log.warning("%s", other.message)
-        raise
-    except BaseException:
-        send_complete()
-        raise
-    else:
-        send_complete()
     finally:
         ended.set()
         thread.join()
-        for each in _mirrors:
-            with suppress(OSError):  # the journal of a stopped run stays
-                each.path.parent.rmdir()
-        _mirrors.clear()
+        send_complete()
 
 
 def _send_often(ended: threading.Event) -> None:
@@ -216,7 +195,7 @@ def _send_often(ended: threading.Event) -> None:
         start_s = time.monotonic()
         for each in _mirrors:
             try:
-                each.send_live()
+                each.send_journal()
             except PagedcliError as error:
                 _log.warning("%s: rows are kept here meanwhile", error.message)
         wait_s = max(_SEND_EVERY_S, (time.monotonic() - start_s) / _SHARE)
