@@ -116,7 +116,7 @@ def test_what_cannot_be_a_url_says_so(bucket, arguments, said):
     assert f"error: {said}" in invoke(*arguments).stderr
 
 
-def test_a_model_is_copied_once_for_each_version(bucket, machine, monkeypatch):
+def test_a_model_is_copied_once(bucket):
     demo = resolve_model("builtin")
     bucket.put([str(each) for each in demo.iterdir()], "/b/m/")
     folder = resolve_model("memory://b/m", weights=False)
