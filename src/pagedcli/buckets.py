@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,6 +73,13 @@ def file_system(url: str) -> tuple[Any, str]:
         raise UsageError(
             f"{url}: fsspec knows no {kind}:// ({error})", hint="s3://, gs:// and hf:// are known"
         ) from error
+
+
+def num_bytes(name: str) -> int:
+    """The size of a file, of all that is below a folder, or of all that a pattern names. Raises: PagedcliError."""
+    files, path = file_system(name if is_url(name) else f"file://{os.path.abspath(name)}")
+    with reaching(name, "read"):
+        return sum(files.du(each) for each in files.glob(path) or [path])
 
 
 def open_url(url: str, *, at_random: bool = False) -> BinaryIO:
@@ -224,9 +232,22 @@ class Folder:
             return True
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if there is none."""
+        """Remove a file, or all that is below a folder; nothing happens if there is none."""
         with reaching(self.url_of(name), "remove"), suppress(FileNotFoundError):
-            self._files.rm_file(self._at(name))
+            self._files.rm(self._at(name), recursive=True)
+
+    def copy(self, name: str, to: str) -> None:
+        """Copy a file within the folder, where a store can without sending it."""
+        if self._is_local:
+            self.send(Path(self._at(name)), to)
+        else:
+            with reaching(self.url_of(name), "copy"):
+                self._files.cp_file(self._at(name), self._at(to))
+
+    def age_s(self, name: str) -> float:
+        """Seconds since a file was written, if the clocks of the store and of this machine agree."""
+        with reaching(self.url_of(name), "read"):
+            return time.time() - float(self._files.modified(self._at(name)).timestamp())
 
     def fetch(self, name: str, path: Path, num_bytes: int | None = None) -> None:
         """Copy a file, or only its first bytes, to this machine."""

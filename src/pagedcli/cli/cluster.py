@@ -83,16 +83,21 @@ def run_cluster_job(job: Job, output: Path, address: str | None, workers: tuple[
         progress.count_rows(counter.count())
     job.watch(progress.stats)  # by now another record
     result = BatchResult(outcome, progress.stats, ignored)
+    report(job, result, str(output), progress.runs)
+    return exit_code(result)
+
+
+def report(job: Job, result: BatchResult, output: str, runs: "dict[str, dict[str, BatchStats]] | None" = None) -> None:
+    """Print how a run in parts went, and what comes next."""
     say_summary(result)
     say_odd(result, job.loaded.config.run)
-    _say_workers(progress.runs)
+    _say_workers(runs or {})
     if job.summary_json is not None:
         write_summary(job.summary_json, result)
     if result.outcome == "complete":
         say(f"parts: {output}; one file: pagedcli merge {output} -o OUT")
     else:
         say(f"continue with: {resume_command(sys.argv[1:])}")
-    return exit_code(result)
 
 
 def _work(run: "distributed.ray_job.RayRun", progress: Counts, counter: RowCounter) -> Outcome:
