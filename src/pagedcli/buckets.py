@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, cast
 
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import cache_home, whole_file
-from pagedcli.printable import show_as
+from pagedcli.printable import byte_text, show_as
 
 _log = logging.getLogger("pagedcli")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)  # no single letter, which is a drive
 _READ_BYTES = 2**20
+_LARGE_BYTES = 2**26  # copying such a file takes seconds, and is announced
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime")  # what the services call it
 _PROBLEMS = {  # what a service's error says, in lower case -> the next action
     "credentials": "log in as for the service's own tools (AWS_PROFILE, gcloud auth, hf auth login)",
@@ -262,14 +263,15 @@ class Folder:
                 to.write(file.read(num_bytes))
 
     def fetch_all(self, prefix: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
-        """Copy the wanted files that begin so, unless they are there. Returns their names."""
-        names = list(filter(wanted, self.files(prefix)))
-        for name in names:
+        """Copy the wanted files whose names begin so, unless they are there. Returns their names."""
+        found = {name: size for name, (size, _) in self.files(prefix).items() if wanted(name)}
+        for name, size in found.items():
             if not (folder / name).exists():
-                _log.info("copying %s", self.url_of(name))
+                if size >= _LARGE_BYTES:
+                    _log.info("copying %s (%s)", self.url_of(name), byte_text(size))
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 self.fetch(name, folder / name)
-        return names
+        return list(found)
 
     def send(self, path: Path, name: str) -> None:
         """Copy a file of this machine into the folder."""

@@ -16,7 +16,7 @@ from pagedcli.batch.prompts import open_tokenizer
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats
 from pagedcli.buckets import Folder, num_bytes
-from pagedcli.cli.cluster import report
+from pagedcli.cli.cluster import Work, WorkerRuns, report
 from pagedcli.cli.session import StopRequest, exit_code
 from pagedcli.cli.summary import say_model
 from pagedcli.distributed.driver import prepare
@@ -36,10 +36,10 @@ _POLL_S = 1.0
 _PARTS_AT_ONCE = 2  # as of a worker of distributed.ray_job
 
 
-def run_queue_job(job: Job, output: str, url: str, num_workers: int) -> int:
+def run_queue_job(job: Job, output: str, url: str, num_workers: int, work: Work) -> int:
     """Work on a queue until its run is complete, and return the exit code. Raises: PagedcliError for fatal errors."""
     if job.overwrite:
-        raise UsageError("--queue cannot be combined with --overwrite", hint="use new folders for --queue and -o")
+        raise UsageError("a queue or a bucket of parts cannot be combined with --overwrite", hint="use new folders")
     check_distinct(job.read_files, {"--summary-json": job.summary_json})
     check_new("--summary-json", job.summary_json, kind=SUMMARY, overwrite=job.resume)
     say_model(job.loaded.config.engine.model)
@@ -53,12 +53,12 @@ def run_queue_job(job: Job, output: str, url: str, num_workers: int) -> int:
 
         queue = distributed.queue.join(Folder(url), output, _asked(job), Path(local), cut)
         say(f"{_rows(queue)}, {queue.manifest.num_parts - len(queue.records):,} to do")
-        outcome, stats = _work(queue, job, Path(local))
+        outcome, stats, runs = work(queue, job, Path(local))
         if outcome == "complete":
             queue.clear()
             say(f"all {_rows(queue)} are done")
     job.watch(stats)
-    report(job, result := BatchResult(outcome, stats, ignored), str(queue.output))
+    report(job, result := BatchResult(outcome, stats, ignored), str(queue.output), runs)
     return exit_code(result) or (EXIT_BAD_ROWS if queue.num_failed else 0)
 
 
@@ -74,7 +74,7 @@ def _asked(job: Job) -> dict[str, str]:
     return settings | {"input": f"{name} of {size}", "limit": str(config.run.limit)}
 
 
-def _work(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[Outcome, BatchStats]:
+def work_here(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[Outcome, BatchStats, WorkerRuns]:
     """Take part after part until all are done or this worker is to stop. Returns the counters of this worker."""
     worker: distributed.worker.Worker | None = None
     running, own, most_errors = set[Future[None]](), BatchStats(), job.loaded.config.run.max_errors
@@ -100,15 +100,15 @@ def _work(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[Outc
                 num_others = max(queue.num_done - own.num_done, 0)
                 view.update(replace(own, num_rows=sum(queue.manifest.num_rows), num_resumed=num_others))
                 if stop.requested:
-                    return "interrupted", own
+                    return "interrupted", own, {}
                 if most_errors is not None and max(own.num_failed, queue.num_failed) >= most_errors:
-                    return "too_many_errors", own
+                    return "too_many_errors", own, {}
                 if worker is not None and worker.is_stopped:
-                    return "out_of_time", own
+                    return "out_of_time", own, {}
         finally:
             if worker is not None:
                 worker.stop()
-    return "complete", own
+    return "complete", own, {}
 
 
 class HeldPart(msgspec.Struct, frozen=True):

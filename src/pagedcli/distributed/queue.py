@@ -1,12 +1,13 @@
 """A run as a queue in a folder or a bucket: workers of any machines take its parts by leases and write one output.
 
-Used by cli.queue. The queue has queue.json, inputs/ (what PartFolder.cut makes), lease/, and journal/ with the rows of
-unfinished parts, a file per beat. The output is that of PartFolder: a part is sent as .work/00012/DIGEST, and the
-record that is created first says which of them it is.
+Used by cli.queue and distributed.ray_job. The queue has queue.json, inputs/ (what PartFolder.cut makes), lease/, and
+journal/ with the rows of unfinished parts, a file per beat. The output is that of PartFolder: a part is sent as
+.work/00012/DIGEST, and the record that is created first says which of them it is.
 """
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,7 @@ class Queue:
         self._folder = folder
         self._inputs = terms.inputs
         self._last: int | None = None  # the part taken last
+        self._taking = threading.Lock()
 
     def open(self, local: Path) -> None:
         """Write what describes the run into the folder of the parts that are made here, and into the output."""
@@ -152,6 +154,16 @@ class Queue:
         held = {lease.name for lease in list(self.leases.held)}
         names = [name for name in map(lease_name, left) if name not in held]
         return next((lease for name in names if (lease := self.leases.take(name, newest[name]))), None)
+
+    def run_next(self, worker: "Worker") -> None:
+        """Make a part that nobody has, once there is one; nothing if all are done. Called from several threads."""
+        while not self.is_complete:
+            with self._taking:
+                lease = self.take()
+            if lease is not None:
+                return self.run(lease, worker)
+            time.sleep(1)
+        return None
 
     def run(self, lease: Lease, worker: "Worker") -> None:
         """Make the part of a lease, or the rest of it, and send it, unless the worker is stopped or loses the lease."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -19,9 +20,12 @@ import ray.data
 import ray.exceptions
 
 from pagedcli.batch.stats import BatchStats
+from pagedcli.buckets import Folder
 from pagedcli.config import LoadedConfig
+from pagedcli.distributed.queue import Queue, read_terms
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError
+from pagedcli.line_files import COPIES
 
 _PARTS_AT_ONCE = 2  # per worker: the next part's rows fill the engine while the last rows of one finish
 _OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only numbers and counters go through it
@@ -80,7 +84,8 @@ class RayRun:
     """Runs the remaining parts on the connected cluster. `runs`: the counters of each worker after its last part, by
     worker and process, as a restarted worker counts from 0."""
 
-    def __init__(self, folder: Path, loaded: LoadedConfig, parts: list[int], pool: WorkerPool) -> None:
+    def __init__(self, folder: Path | str, loaded: LoadedConfig, parts: list[int], pool: WorkerPool) -> None:
+        """`folder`: of the parts, or the URL of their queue, from which each worker takes the next one."""
         ray.data.DataContext.get_current().enable_progress_bars = False
         # Workers take turns: in this order each begins with a share of neighbours, whose prefixes are alike.
         most = min(pool.most, len(parts))
@@ -131,13 +136,24 @@ class RayRun:
 class _PartActor:
     """A worker as a callable class for Ray Data: loaded once, called with one part after another."""
 
-    def __init__(self, folder: Path, loaded: LoadedConfig) -> None:
-        self._worker = Worker(folder, loaded)
+    def __init__(self, folder: Path | str, loaded: LoadedConfig) -> None:
         self._name = ray.get_runtime_context().get_actor_id()
+        self._queue: Queue | None = None
+        if isinstance(folder, str):
+            terms, self._local = read_terms(at := Folder(folder)), TemporaryDirectory(prefix=COPIES)
+            assert terms is not None, "the input has been cut"
+            self._queue, folder = Queue(at, terms), Path(self._local.name)
+            self._queue.open(folder)
+            self._renewing = self._queue.leases.renewed()
+            self._renewing.__enter__()  # until the process ends
+        self._worker = Worker(folder, loaded)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for part in batch["part"].tolist():
-            self._worker.run_part(part)
+            if self._queue is None:
+                self._worker.run_part(part)
+            else:
+                self._queue.run_next(self._worker)
         process = f"{os.uname().nodename}:{os.getpid()}"
         return {"worker": [self._name], "process": [process], "stats": [pickle.dumps(self._worker.stats)]}
 
