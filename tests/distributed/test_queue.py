@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
+import typer
+import yaml
 from bucket_harness import s3_server
 from cli_harness import pagedcli
 from hypothesis import settings
@@ -25,6 +29,7 @@ from pagedcli.batch.journal import RECORD_VERSION, RunRecord, journal_path, writ
 from pagedcli.batch.lines import InputScan
 from pagedcli.buckets import Folder
 from pagedcli.cli import queue as cli_queue
+from pagedcli.cli.main import app
 from pagedcli.distributed.leases import LEASE_S
 from pagedcli.distributed.parts import ROWS, SCHEMA_VERSION, Manifest, PartFolder
 from pagedcli.distributed.queue import Queue, Terms, lease_name, next_part
@@ -298,3 +303,36 @@ def test_kills_of_workers_lose_no_row_and_double_none(single, url):
         print(f"run {run}: {kills}")
         if sum(kills.values()) >= NUM_KILLS:
             return
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "queue"
+CONTAINER = {"name": str, "image": str, "command": [str], "args": [str], "resources": {"limits": dict}}
+POD = {"restartPolicy": str, "terminationGracePeriodSeconds": int, "serviceAccountName": str, "containers": [CONTAINER]}
+JOB = {"parallelism": int, "completions": int, "backoffLimit": int, "template": {"spec": POD}}
+FIELDS = {  # what may be in an example, from the reference of its program
+    "kubernetes.yaml": {"apiVersion": str, "kind": str, "metadata": {"name": str}, "spec": JOB},
+    "skypilot.yaml": {"resources": {"accelerators": str, "use_spot": bool}, "envs": dict, "setup": str, "run": str},
+}
+
+
+def check_fields(value, fields):
+    if isinstance(fields, dict):
+        assert set(value) <= set(fields)
+        for name, each in value.items():
+            check_fields(each, fields[name])
+    elif isinstance(fields, list):
+        for each in value:
+            check_fields(each, fields[0])
+    else:
+        assert isinstance(value, fields)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_examples_have_the_fields_of_their_programs_and_commands_of_this_one(path):
+    text = path.read_text()
+    if path.suffix == ".yaml":
+        check_fields(yaml.safe_load(text), FIELDS[path.name])
+    (line,) = re.findall(r"pagedcli (generate .*?) \|\|", text.replace("\\\n", ""))
+    _, command, words = typer.main.get_command(app).resolve_command(None, shlex.split(line))
+    given = command.make_context("generate", words).params
+    assert all(given[name] for name in ("queue", "output_file", "engine__model"))
