@@ -28,7 +28,6 @@ from ray_harness import FLAGS, rows, write_rows
 from pagedcli.batch.journal import RECORD_VERSION, RunRecord, journal_path, write_record
 from pagedcli.batch.lines import InputScan
 from pagedcli.buckets import Folder
-from pagedcli.cli import queue as cli_queue
 from pagedcli.cli.main import app
 from pagedcli.distributed.leases import LEASE_S
 from pagedcli.distributed.parts import ROWS, SCHEMA_VERSION, Manifest, PartFolder
@@ -184,13 +183,8 @@ def check_merged(folder, out):
     assert rows(folder / "merged.jsonl") == rows(folder / "single.jsonl")
 
 
-@pytest.fixture
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(cli_queue, "_POLL_S", 0.02)
-
-
 @pytest.mark.long
-def test_a_worker_makes_the_rows_of_one_run_and_says_what_is_left(tmp_path, no_waiting, monkeypatch):
+def test_a_worker_makes_the_rows_of_one_run_and_says_what_is_left(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_all_kinds(tmp_path / "in.jsonl", 24)
     pagedcli("generate", "in.jsonl", "-o", "single.jsonl", *ARGUMENTS, expect=3)
@@ -207,7 +201,7 @@ def test_a_worker_makes_the_rows_of_one_run_and_says_what_is_left(tmp_path, no_w
     other = pagedcli(*command, "--temperature", 1, expect=2).stderr
     assert all(word in other for word in ("temperature", "input: in.jsonl of"))
     assert "another run" in pagedcli(*command[:4], "--queue", "new", expect=2).stderr
-    assert "--queue cannot be combined with --ray" in pagedcli(*command, "--ray", expect=2).stderr
+    assert "--status needs --queue" in pagedcli("generate", "--status", expect=2).stderr
 
 
 def start(folder, url, *, last="-", lease_s=1.0, clock_off_s=0, name="in.jsonl"):

@@ -12,11 +12,12 @@ import yaml
 from pagedcli import show
 from pagedcli.batch.job import Job
 from pagedcli.batch.lines import file_of_prompt
-from pagedcli.cli.cluster import run_cluster_job
+from pagedcli.buckets import is_url
+from pagedcli.cli.cluster import parse_workers, queue_workers, run_cluster_job
 from pagedcli.cli.dump_kv import Dump, table_width
 from pagedcli.cli.notify import notifying
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
-from pagedcli.cli.queue import run_queue_job, show_queue
+from pagedcli.cli.queue import run_queue_job, show_queue, work_here
 from pagedcli.cli.run_flags import GenerateOptions, ShownFormat, is_prompt
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.show_prompt import show_prompt
@@ -131,11 +132,12 @@ def _run_in_parts(job: Job, options: GenerateOptions) -> int:
         raise UsageError(
             f"{what} cannot be combined with --order, --reorder or run.read_ahead: it groups rows by prefix itself"
         )
-    if options.queue is None:
-        return run_cluster_job(job, job.output, options.ray_address, options.workers)
-    if options.ray or options.ray_address is not None:
-        raise UsageError("--queue cannot be combined with --ray: each machine runs its own command")
-    return run_queue_job(job, str(options.output_file), options.queue, options.workers)
+    output, workers = str(options.output_file), parse_workers(options.workers)
+    if options.queue is None and not is_url(output):
+        return run_cluster_job(job, job.output, options.ray_address, workers)
+    url, on_cluster = options.queue or f"{output.rstrip('/')}/.queue", options.ray or options.ray_address is not None
+    work = queue_workers(url, options.ray_address, workers) if on_cluster else work_here
+    return run_queue_job(job, output, url, workers[1], work)
 
 
 def _tables_format(dump: Dump, format_: ShownFormat) -> Format:

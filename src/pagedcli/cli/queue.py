@@ -1,7 +1,6 @@
 """`generate --queue`: one worker of a run that any number of machines share. `--status`: what is left of the run."""
 
-import time
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +15,7 @@ from pagedcli.batch.prompts import open_tokenizer
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats
 from pagedcli.buckets import Folder, num_bytes
-from pagedcli.cli.cluster import report
+from pagedcli.cli.cluster import Work, WorkerRuns, report
 from pagedcli.cli.session import StopRequest, exit_code
 from pagedcli.cli.summary import say_model
 from pagedcli.distributed.driver import prepare
@@ -36,10 +35,10 @@ _POLL_S = 1.0
 _PARTS_AT_ONCE = 2  # as of a worker of distributed.ray_job
 
 
-def run_queue_job(job: Job, output: str, url: str, num_workers: int) -> int:
+def run_queue_job(job: Job, output: str, url: str, num_workers: int, work: Work) -> int:
     """Work on a queue until its run is complete, and return the exit code. Raises: PagedcliError for fatal errors."""
     if job.overwrite:
-        raise UsageError("--queue cannot be combined with --overwrite", hint="use new folders for --queue and -o")
+        raise UsageError("a queue or a bucket of parts cannot be combined with --overwrite", hint="use new folders")
     check_distinct(job.read_files, {"--summary-json": job.summary_json})
     check_new("--summary-json", job.summary_json, kind=SUMMARY, overwrite=job.resume)
     say_model(job.loaded.config.engine.model)
@@ -54,12 +53,12 @@ def run_queue_job(job: Job, output: str, url: str, num_workers: int) -> int:
         queue = distributed.queue.join(Folder(url), output, _asked(job), Path(local), cut)
         rows = f"{plural(sum(queue.manifest.num_rows), 'row')} in {plural(queue.manifest.num_parts, 'part')}"
         say(f"{rows}, {len(queue.left):,} to do")
-        outcome, stats = _work(queue, job, Path(local))
+        outcome, stats, runs = work(queue, job, Path(local))
         if outcome == "complete":
             queue.clear()
             say(f"all {rows} are done")
     job.watch(stats)
-    report(job, result := BatchResult(outcome, stats, ignored), str(queue.output))
+    report(job, result := BatchResult(outcome, stats, ignored), str(queue.output), runs)
     return exit_code(result) or (EXIT_BAD_ROWS if queue.count()[1] else 0)
 
 
@@ -71,42 +70,35 @@ def _asked(job: Job) -> dict[str, str]:
     return settings | {"input": f"{name} of {size}", "limit": str(config.run.limit)}
 
 
-def _work(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[Outcome, BatchStats]:
-    """Take part after part until all are done or this worker is to stop. Returns the counters of this worker."""
-    worker: distributed.worker.Worker | None = None
-    running, own, most_errors = set[Future[None]](), BatchStats(), job.loaded.config.run.max_errors
+def work_here(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[Outcome, BatchStats, WorkerRuns]:
+    """Make part after part until all are done or this worker is to stop. Returns the counters of this worker."""
+    if not queue.left:
+        return "complete", BatchStats(), {}
+    worker, most_errors = distributed.worker.Worker(local, job.loaded), job.loaded.config.run.max_errors
     stop = StopRequest(rows_are_kept=lambda: True)
+    outcome: Outcome = "complete"
     with (
         progress_view(quiet_terminal=False, time_left=lambda stats: None) as view,
         stop.listening(),
         queue.leases.renewed(),
         ThreadPoolExecutor(_PARTS_AT_ONCE) as pool,
     ):
+        running = {pool.submit(queue.run_all, worker) for _ in range(_PARTS_AT_ONCE)}
         try:
-            while running or queue.left:
-                if len(running) < _PARTS_AT_ONCE and (lease := queue.take()) is not None:
-                    worker = worker or distributed.worker.Worker(local, job.loaded)
-                    running.add(pool.submit(queue.run, lease, worker))
-                    continue
-                if not running and queue.left:
-                    time.sleep(_POLL_S)
+            while running and outcome == "complete":
                 done, running = wait(running, _POLL_S, FIRST_COMPLETED)
                 for each in done:
                     each.result()
-                own = BatchStats() if worker is None else worker.stats
-                num_done, num_failed = queue.count()
+                own, (num_done, num_failed) = worker.stats, queue.count()
                 num_others = max(num_done - own.num_done, 0)
                 view.update(replace(own, num_rows=sum(queue.manifest.num_rows), num_resumed=num_others))
                 if stop.requested:
-                    return "interrupted", own
-                if most_errors is not None and max(own.num_failed, num_failed) >= most_errors:
-                    return "too_many_errors", own
-                if worker is not None and worker.is_stopped:
-                    return "out_of_time", own
+                    outcome = "interrupted"
+                elif most_errors is not None and max(own.num_failed, num_failed) >= most_errors:
+                    outcome = "too_many_errors"
         finally:
-            if worker is not None:
-                worker.stop()
-    return "complete", own
+            worker.stop()
+    return "out_of_time" if outcome == "complete" and queue.left else outcome, worker.stats, {}
 
 
 class HeldPart(msgspec.Struct, frozen=True):

@@ -1,12 +1,13 @@
 """A run as a queue in a folder or a bucket: workers of any machines take its parts by leases and write one output.
 
-Used by cli.queue. The queue has queue.json, inputs/ (what PartFolder.cut makes), lease/, and journal/ with the rows of
-unfinished parts, a file per beat. The output is that of PartFolder: a part is sent as .work/00012/DIGEST, and the
-record that is created first says which of them it is.
+Used by cli.queue and distributed.ray_job. The queue has queue.json, inputs/ (what PartFolder.cut makes), lease/, and
+journal/ with the rows of unfinished parts, a file per beat. The output is that of PartFolder: a part is sent as
+.work/00012/DIGEST, and the record that is created first says which of them it is.
 """
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from pagedcli.errors import UsageError
 if TYPE_CHECKING:
     from pagedcli.distributed.worker import Worker
 
+POLL_S = 1.0
 _TERMS, _INPUTS, _JOURNAL = "queue.json", "inputs", "journal"
 
 
@@ -49,7 +51,7 @@ def join(folder: Folder, output: str, asked: dict[str, str], local: Path, cut: C
                 _send_cut(folder, asked, parts := cut())
             parts.remove_work()
         else:
-            time.sleep(1)
+            time.sleep(POLL_S)
     if differ := settings_that_differ(terms.asked, asked):
         hint = "use the same input and settings, or another --queue and -o"
         raise UsageError(f"the queue {folder} is of a run with other settings; {'; '.join(differ)}", hint=hint)
@@ -104,6 +106,7 @@ class Queue:
         self._folder = folder
         self._inputs = terms.inputs
         self._last: int | None = None  # the part taken last
+        self._taking = threading.Lock()
 
     def open(self, local: Path) -> None:
         """Write what describes the run into the folder of the parts that are made here, and into the output."""
@@ -123,7 +126,7 @@ class Queue:
         """Read the records of the parts that were done meanwhile."""
         names = set(self.output.names())
         done = [number for number in self.left if self.manifest.part(number) in names]
-        self.records |= {number: self._record(number) for number in done}
+        self.records = self.records | {number: self._record(number) for number in done}  # others iterate over it
         self.left = [number for number in self.left if number not in self.records]
 
     def count(self) -> tuple[int, int]:
@@ -145,6 +148,23 @@ class Queue:
         held = {lease.name for lease in list(self.leases.held)}
         names = [name for name in map(lease_name, self.left) if name not in held]
         return next((lease for name in names if (lease := self.leases.take(name, newest[name]))), None)
+
+    def run_next(self, worker: "Worker") -> bool:
+        """Make a part that nobody has, once there is one. Returns False if all are done, or the worker was stopped.
+        Called from several threads."""
+        while self.left and not worker.is_stopped:
+            with self._taking:
+                lease = self.take()
+            if lease is not None:
+                self.run(lease, worker)
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def run_all(self, worker: "Worker") -> None:
+        """Make parts while there are any."""
+        while self.run_next(worker):
+            pass
 
     def run(self, lease: Lease, worker: "Worker") -> None:
         """Make the part of a lease, or the rest of it, and send it, unless the worker is stopped."""
