@@ -174,7 +174,8 @@ class Queue:
             if is_made:
                 self._finish(number)
         except FileNotFoundError:
-            self.update()
+            with self._taking:
+                self.update()
             if self.left:  # else others have completed the run, and removed its work
                 raise
         finally:
