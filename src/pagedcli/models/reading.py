@@ -72,7 +72,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     for name, allowed in kind.unsupported.items():
         if config.get(name) and config[name] not in allowed:
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
-    said = {kind.renamed.get(name, name): value for name, value in config.items()}
+    said = {kind.renamed.get(name, name): value for name, value in config.items() if value or name != "rope_parameters"}
     fields = convert(defaults().get(text_type, {}) | said, kind, where)
     if architectures[0] != family.architecture:
         raise ModelError(
