@@ -28,11 +28,11 @@ class StateStep:
     max_new: int  # most new tokens of a sequence
     cu_q_host: list[int]
     num_tokens_host: list[int]
-    work: Any = None  # what the Triton kernels compute once per step, for all layers
+    work: Any = None  # tables that the Triton kernels make once per step, for all layers
 
     @classmethod
     def of(cls, batch: PagedBatch) -> "StateStep | None":
-        """None for a model without states."""
+        """The places of a batch's states; None for a model without states."""
         if batch.state_reads is None or batch.state_writes is None:
             return None
         assert batch.state_ends is None, "only the native kernels take guesses"

@@ -93,7 +93,7 @@ class StoredQuantization(Packing, LayerFormat):
         return None
 
     def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
-        """On a CPU as NativeLinear packs it, see its _pack_codes."""
+        """The bytes of a row; on a CPU as NativeLinear._pack_codes packs it."""
         if kernels != "cpu":
             size, group_bytes = self.group_size, {"mxfp4": 2, "nvfp4": 4, "mxfp8": 4}.get(self.layout, 3)
             if self.layout == "float8":

@@ -153,9 +153,9 @@ class Mamba2(MatrixMixer):
     conv_bias: bool
     proj_bias: bool
     norm_group: int | None  # elements that the gated norm norms together; None: the result is only gated
-    # of the projected gate, x, B, C and steps, and of the result; weights are multiplied when they are read
+    # factors of the projected gate, x, B, C and steps; weights are multiplied by them when they are read
     factors: tuple[float, ...] = (1.0,) * 5
-    out_factor: float = 1.0
+    out_factor: float = 1.0  # factor of the result, likewise
 
     @property
     def gate_group(self) -> int:
