@@ -28,7 +28,7 @@ class StateStep:
     max_new: int  # most new tokens of a sequence
     cu_q_host: list[int]
     num_tokens_host: list[int]
-    work: Any = None  # tables that the Triton kernels make once per step, for all layers
+    work: Any = None  # result of the Triton kernels' preparation, once per step for all layers
 
     @classmethod
     def of(cls, batch: PagedBatch) -> "StateStep | None":

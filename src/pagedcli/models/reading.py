@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedcli import models
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import check_supported, convert, has_own_head, read_json, stop_ids
+from pagedcli.models.checkpoint_files import check_supported, convert, read_json, stop_ids, stored_head
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
@@ -25,7 +25,10 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     if is_gguf(path):
         return _gguf_spec(path)
     spec = _folder_spec(path, trust_remote_code)
-    return replace(spec, tie_word_embeddings=spec.tie_word_embeddings and not has_own_head(path))
+    head, tied = stored_head(path), spec.tie_word_embeddings
+    if head == "absent" and not tied and not spec.is_fallback:
+        return replace(spec, tie_word_embeddings=True, has_head=False)
+    return replace(spec, tie_word_embeddings=tied and head != "own")
 
 
 def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
@@ -74,7 +77,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
     said = {kind.renamed.get(name, name): value for name, value in config.items() if value or name != "rope_parameters"}
     fields = convert(defaults().get(text_type, {}) | said, kind, where)
-    if architectures[0] != family.architecture:
+    if architectures[0] not in (family.architecture, family.architecture.replace("ForCausalLM", "Model")):
         raise ModelError(
             f"{where}: architecture {architectures[0]!r} is not a causal language model",
             hint=f"model_type {model_type!r} runs as {family.architecture}",

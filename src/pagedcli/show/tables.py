@@ -238,7 +238,6 @@ def markdown_text(text: str) -> str:
 
 
 def shown_cells(table: Table) -> list[list[str]]:
-    """The rows as text."""
     return [
         ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
         for row in table.rows[: table.max_shown]
