@@ -42,7 +42,7 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
         return native_spec(path, config, model_type)
     quantization = read_quantization(config, path / "config.json")
     if quantization is not None or config.get("quantization_config"):
-        method = "bitsandbytes" if quantization is None else quantization.method
+        method = "bitsandbytes" if quantization is None else quantization.formats[0].method
         raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this may load transformers
     return models.transformers_fallback.read_fallback_spec(path, trust_remote_code=trust_remote_code)

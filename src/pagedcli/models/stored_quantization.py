@@ -117,11 +117,6 @@ class Quantization(WeightFormat):
     has_cache_scales: bool = False  # whether it has scales for a KV cache of 8 bits, which are not used
     _found: dict[str, LayerFormat] = field(default_factory=dict, init=False, repr=False, compare=False)  # by module
 
-    @property
-    def method(self) -> str:
-        """quant_method, with the format of compressed-tensors."""
-        return self.formats[0].method
-
     @functools.cached_property
     def name(self) -> str:
         """What a person should know of each format."""

@@ -206,15 +206,10 @@ class Lfm2Moe(Lfm2, DenseFirst):
 
     renamed = Mixture.renamed | Lfm2.renamed
     expert_names = ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))
+    routing = {"sigmoid": True, "least_sum": 1e-6}
 
     def experts(self) -> Experts:
-        return replace(
-            super().experts(),
-            sigmoid=True,
-            least_sum=1e-6,
-            has_router_bias=self.use_expert_bias,
-            scale=self.routed_scaling_factor,
-        )
+        return replace(super().experts(), has_router_bias=self.use_expert_bias, scale=self.routed_scaling_factor)
 
 
 class Lfm3(RotatesByWindow, Lfm2):
@@ -447,10 +442,6 @@ class NemotronH(RotatesIfNamed, Bamba, DeepseekMixture):
                 "an MLP or a mixture of experts comes first or follows another one, which is not supported"
             )
         super().check()
-
-    @property
-    def tensor_names(self) -> TensorNames:
-        return self.names
 
     @property
     def step_limits(self) -> tuple[float, float]:

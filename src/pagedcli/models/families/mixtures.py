@@ -304,8 +304,9 @@ class DeepseekMixture(DenseFirst):
 
     @property
     def tensor_names(self) -> TensorNames:
-        """Layers after the last one only predict further tokens."""
-        return TensorNames(skipped=(f"model.layers.{self.num_hidden_layers}.",))
+        """Layers after the last one only predict further tokens, if such tensors have no names of their own."""
+        last = f"model.layers.{self.num_hidden_layers}."
+        return self.names if self.names.skipped else replace(self.names, skipped=(last,))
 
     def attention(self, i: int) -> Attention:
         return replace(super().attention(i), qk_norm="heads" if self.use_qk_norm else "none")
@@ -334,10 +335,6 @@ class ExaoneMoe(Exaone4, DeepseekMixture):
     norm_places = "before"
     names = TensorNames(skipped=("mtp.",))
     expert_names = replace(DeepseekMixture.expert_names, router_bias="e_score_correction_bias")
-
-    @property
-    def tensor_names(self) -> TensorNames:
-        return self.names
 
 
 class HyV3(DeepseekMixture):
