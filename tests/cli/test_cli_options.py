@@ -26,7 +26,7 @@ WITHOUT_FLAG |= {f"engine.{name}" for name in ("revision", "weight_cache", "weig
 WITHOUT_FLAG |= {"engine.min_prefill_tokens", "engine.async_scheduling", "run.read_ahead", "run.keep_reasoning"}
 WITHOUT_FLAG |= {"run.parse_tool_calls", "sampling.stop_token_ids", "sampling.include_stop_str_in_output"}
 WITHOUT_FLAG |= {f"sampling.{name}_penalty" for name in ("length", "presence", "frequency", "repetition")}
-WITHOUT_FLAG |= {"sampling.min_tokens", "run.sample_rows"}
+WITHOUT_FLAG |= {"sampling.min_tokens", "run.sample_rows", "engine.pooling"}
 
 
 def run(*arguments, **environment):
