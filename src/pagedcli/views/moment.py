@@ -291,10 +291,9 @@ class Replay:
 
     def events(self) -> StepEvents:
         step: int | None = None
-        for stop, chunk in zip(self.steps, self._chunks, strict=True):
+        for chunk in self._chunks:
             for line in chunk.splitlines():
                 event = self._decoder.decode(line)
                 if isinstance(event, ev.StepStarted):
                     step = event.step
                 yield step, event
-            step = stop
