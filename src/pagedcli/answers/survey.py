@@ -151,7 +151,7 @@ def scan_prompts(
 class FirstAnswer:
     """What a sample lets expect of a file."""
 
-    scan: PromptScan  # of the sample
+    scan: PromptScan  # the scan of the sample
     rows: About
     prompt_tokens: About
     run: Forecast | None = None  # its hit rate is a lower bound: more rows have more beginnings in common

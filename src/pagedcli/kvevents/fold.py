@@ -95,7 +95,7 @@ class Publisher:
 class Applied:
     """A message that changes the caches of a publisher."""
 
-    number: int  # of the messages of all publishers
+    number: int  # its place among the messages of all publishers
     events: Sequence[wire.KVEvent]
     is_restarted: bool  # whether it is the first one after a restart
 

@@ -219,7 +219,7 @@ class Replay:
         self.series = StepSeries()
         self.seqs: list[SeqState] = []  # all sequences of the run, as they were at its end
         self._snapshots: dict[int, Moment] = {-1: self.moment.copy()}  # the snapshots by stop
-        self._most_bytes = snapshot_bytes  # of all snapshots, roughly
+        self._most_bytes = snapshot_bytes  # roughly the bytes of all snapshots
         self._interval = 32  # stops between snapshots
         self._read(source)
 
