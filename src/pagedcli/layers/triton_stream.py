@@ -21,7 +21,7 @@ from pagedcli.layers.triton_layers import gated, places_in_head, store_heads
 from pagedcli.layers.triton_products import KernelWeight, add_product, processors_of, scaled
 
 ROWS = 16  # of the smallest tl.dot: the most tokens of a step
-_PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 2
 _STAGE_NUMBERS = 2**13  # of a weight, in one of the stages of the loads; the least that a program takes
 
 
@@ -132,7 +132,7 @@ def product_constants(
     in_groups = weight.form == "float8" and weight.group_size < weight.num_in
     sizes = (size for size in (256, 128, 64) if not (in_groups and weight.group_size % size))
     block_k = next((size for size in sizes if size * block_n <= _STAGE_NUMBERS), 64 if not in_groups else 32)
-    num_parts = -(-_PROGRAMS_PER_PROCESSOR * num_processors // num_blocks)  # of the inputs
+    num_parts = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_blocks)  # of the inputs
     length = min(weight.num_in, max(_STAGE_NUMBERS // block_n, -(-weight.num_in // num_parts)))
     length = -(-length // block_k) * block_k
     splits = -(-weight.num_in // length)
