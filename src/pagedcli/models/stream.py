@@ -118,7 +118,7 @@ def stream_of(
 def _found(first: ResidualBranch, second: ResidualBranch, mlp: Mlp | Experts | None) -> _Found | None:
     """What a layer is made of; None: of something else."""
     attention, body, norms = first.body, second.body, (first.join.norm, second.join.norm)
-    if not (isinstance(attention, AttentionBody) and isinstance(body, MlpBody) and isinstance(mlp, Mlp)):
+    if type(attention) is not AttentionBody or type(body) is not MlpBody or type(mlp) is not Mlp:
         return None
     special = attention.norms_all or attention.value_norm is not None or attention.gate is not None
     if special or not attention.fused_store or not attention.num_kv_heads or attention.head_dim % 2:
