@@ -57,7 +57,6 @@ class Turns:
 
     @property
     def text(self) -> str:
-        """What is known of the saving, in words."""
         low, high = self.interval
         if low == -inf:
             return "not certain: too few passes"

@@ -86,7 +86,7 @@ class PagedBatch:
     others: "tuple[PagedBatch, ...]" = ()  # the same step in the model's other groups of layers (core.groups)
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
-    work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
+    work: Any = None  # result of the backend's prepare() for this step, shared by all layers
     late: LateTokens | None = None  # None: the hidden states of all new tokens are wanted
     # for recurrent layers, see StepInput
     state_reads: Tensor | None = None  # [B] int32, slot of each sequence's state before the step; -1: starts from zero

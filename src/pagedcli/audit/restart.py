@@ -5,7 +5,7 @@ a way around it (twice, which shows the noise), and once more.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -64,16 +64,7 @@ async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
     for ask in asks:
         outcome = await runner.run(_remembered(ask))
         pairs += [found for _, found in outcome.compared()]
-        first = outcome.seen[0].answer.choices[0]
-        prompts.append(
-            RememberedPrompt(
-                words=ask.words,
-                text=first.text,
-                tokens=first.tokens,
-                logprobs=first.logprobs,
-                top=tuple(dict(top) for top in first.top),
-            )
-        )
+        prompts.append(RememberedPrompt(words=ask.words, **asdict(outcome.seen[0].answer.choices[0])))
     endpoint = runner.endpoint
     return Memory(
         format=FORMAT, model=runner.client.secrets.without(endpoint.model), words=endpoint.words,

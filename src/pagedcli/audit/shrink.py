@@ -39,7 +39,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     requests: list[dict[str, Any]]  # what was sent and received
 
     def probe(self, prompts: ProbePrompts) -> Probe:
-        """The probe with fresh prompts."""
         pressure = (self.pressure_tokens,) if self.check == "evict" else ()
         return CHECKS[self.check].build(prompts, self.length, *pressure)
 

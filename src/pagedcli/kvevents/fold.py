@@ -169,7 +169,6 @@ class KVState:
         self.notes.append(self.reconnect_note(source))
 
     def reconnect_note(self, source: int) -> str:
-        """What to say of a lost connection."""
         most = byte_text(wire.MAX_PAYLOAD_BYTES, digits=0)
         return f"{self._name(source)}: connection lost (the server ended or restarted, or a message over {most})"
 

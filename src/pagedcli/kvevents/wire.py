@@ -103,10 +103,6 @@ class Frames:
     seq: int | None  # None: the transport does not number messages
     payload: bytes
 
-    @property
-    def ends_replay(self) -> bool:
-        return self.seq == END_OF_REPLAY
-
 
 def split_frames(frames: Sequence[bytes]) -> Frames:
     """Split a multipart message: [topic, seq, payload], a replay's [seq, payload] or [topic, seq, payload] after any

@@ -41,7 +41,9 @@ def choose_tokens(
         return layers.triton_sampling.choose_tokens(logits, temperature, uniform, limits)
     floor = None if limits is None else floors(logits, temperature, limits)
     if (native := _kernels(logits)) is not None:
-        return _native_draw(native, logits, temperature, uniform, floor)
+        tokens, temperature = torch.empty(logits.shape[0], dtype=torch.int64), temperature.float().contiguous()
+        _run(native.sampling_draw, logits, temperature, uniform.float().contiguous(), floor, tokens)
+        return tokens
     if num_drawn == logits.shape[0]:
         return draw_tokens(logits, temperature, uniform, floor)
     tokens = likeliest_tokens(logits)
@@ -62,13 +64,6 @@ def _run(kernel: Any, logits: Tensor, *arguments: Tensor | None) -> None:
     """Call a native kernel."""
     pointers = (None if each is None else each.data_ptr() for each in arguments)
     kernel(DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, *pointers, torch.get_num_threads())
-
-
-def _native_draw(native: Any, logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None) -> Tensor:
-    """As draw_tokens; the argmax of rows with temperature 0."""
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    _run(native.sampling_draw, logits, temperature.float().contiguous(), uniform.float().contiguous(), floor, tokens)
-    return tokens
 
 
 def floors(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
@@ -114,15 +109,14 @@ def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     num_rows, vocab_size = scores.shape
     count = min(count, vocab_size)
-    library = loaded_library()
-    if scores.is_cuda or library is None or count == 0:
+    scores = scores.contiguous()
+    if count == 0 or (native := _kernels(scores)) is None:
         starts = range(0, max(num_rows, 1), _ROWS)
         found = [_top_tokens(scores[start : start + _ROWS], count) for start in starts]
         values, tokens = (torch.cat(parts) for parts in zip(*found, strict=True))
         return values, tokens
-    scores = scores.contiguous()
     values, tokens = torch.empty((num_rows, count)), torch.empty((num_rows, count), dtype=torch.int64)
-    bind(library.functions).sampling_top(
+    native.sampling_top(
         scores.data_ptr(), num_rows, vocab_size, count, values.data_ptr(), tokens.data_ptr(), torch.get_num_threads()
     )
     return values, tokens

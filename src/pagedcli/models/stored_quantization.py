@@ -13,8 +13,7 @@ from pagedcli import layers, models
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.later import torch
-from pagedcli.models.formats import AS_STORED, LayerFormat, StoredTensor, WeightFormat, kernels_note
-from pagedcli.models.packing import Packing
+from pagedcli.models.formats import AS_STORED, LayerFormat, Packing, StoredTensor, WeightFormat, kernels_note
 
 _LONGEST_PATTERN = 2000  # characters
 _LARGEST_PATTERN = 2**23  # bytes, compiled
@@ -104,7 +103,6 @@ class StoredQuantization(Packing, LayerFormat):
             return -(-num_columns // 16) * 9 + -(-num_columns // 256) * 4
         if self.bits == 8 and self.group_size is None and self.symmetric:
             return -(-num_columns // 4) * 4 + 8  # 8: a scale and a sum
-
         chunk = layers.quantized.chunk_columns(num_columns, self.group_size)
         header = 2 if self.layout == "mxfp4" else 3 if self.bits == 4 else 5  # a scale, and mostly a zero point
         return -(-num_columns // chunk) * (chunk * self.bits // 8 + header)

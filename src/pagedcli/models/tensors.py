@@ -86,12 +86,7 @@ class NormStyle:
     in_float32: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
     offset: bool = False  # the weights are stored less 1
     offset_last: bool = True  # so are those of the last norm, if any are
-    own_added_eps: float | None = None  # see added_eps; None: eps
-
-    @property
-    def added_eps(self) -> float:
-        """Epsilon of norms of what is added to the residual."""
-        return self.eps if self.own_added_eps is None else self.own_added_eps
+    added_eps: float | None = None  # eps of the norms of what is added to the residual; None: the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

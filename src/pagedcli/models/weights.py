@@ -136,12 +136,7 @@ class CheckpointWeights:
     notes: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        path: Path,
-        names: TensorNames = LLAMA_NAMES,
-        *,
-        alternating: bool = False,
-        adapter: Adapter | None = None,
+        self, path: Path, names: TensorNames = LLAMA_NAMES, *, alternating: bool = False, adapter: Adapter | None = None
     ) -> None:
         self._path, self._skipped, self._body, self._alternating = path, names.skipped, names.body, alternating
         self._adapter = adapter

@@ -176,6 +176,7 @@ class _Settled:
             min_prefill_tokens=least,
             groups=sized(layer_groups(self.own.attention_layers), heads=heads, kv_dtype=kv_dtype),
             vocab_size=self.spec.vocab_size,
+            has_head=self.spec.has_head,
             state_bytes=self.own.state_bytes(self.dtype.itemsize),
         )
 

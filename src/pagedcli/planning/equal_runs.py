@@ -133,11 +133,7 @@ def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[_Batch, Hashes]]:
         lengths = np.fromiter(map(len, prompts[first:last]), np.int64, last - first)
         if lengths.max(initial=0) >= len(powers):
             powers = _powers(_BASE, int(lengths.max()) + 1)
-        flat = np.empty(num_tokens, np.int64)
-        place = 0
-        for ids in prompts[first:last]:
-            flat[place : place + len(ids)] = ids
-            place += len(ids)
+        flat = np.concatenate([np.asarray(ids, np.int64) for ids in prompts[first:last]])
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         rows = np.repeat(np.arange(last - first), lengths)
         places = np.arange(num_tokens) - starts[rows]

@@ -184,7 +184,6 @@ class _Reader:
         self.given_hash_size = given_hash_size
         self.workload = Requests()
         self._chains = Chains()
-        self._decoder: msgspec.json.Decoder[Any] | None = None
 
     def read(self, lines: TraceLines) -> None:
         place = ""

@@ -65,9 +65,6 @@ class Chains:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | str], int] = {}
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
     def numbers(self, hash_ids: Sequence[int | str], *, after: int = -1) -> "array[int]":
         """One number per hash. `after`: the number that the chain continues; -1: it begins a prompt."""
         found, numbers = array("q"), self._numbers

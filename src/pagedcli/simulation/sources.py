@@ -39,10 +39,11 @@ from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 
 
-def read_recorded_run(path: Path) -> tuple[Requests, PoolState]:
-    """The requests of a recorded run, and the pool at its end. Raises: UsageError or TraceError."""
-    reader, view = TraceReader(path), RecordedRequests()
-    state = fold(reader, view)
+def read_recorded_run(path: Path, *views: View, chains: Chains | None = None) -> tuple[Requests, PoolState]:
+    """The requests of a recorded run, and the pool at its end; `views` see all events, too. `chains`: see
+    RecordedRequests. Raises: UsageError or TraceError."""
+    reader, view = TraceReader(path), RecordedRequests(chains)
+    state = fold(reader, view, *views)
     workload = view.finish()
     workload.notes += reader.notes
     if not workload.requests:

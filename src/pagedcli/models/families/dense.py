@@ -376,7 +376,7 @@ class MuseGlimmer(RotatesByTheta, NamesActivation):
 
     @property
     def norm(self) -> NormStyle:
-        return replace(super().norm, own_added_eps=self.post_norm_eps)
+        return replace(super().norm, added_eps=self.post_norm_eps)
 
     @property
     def scales(self) -> Scales:

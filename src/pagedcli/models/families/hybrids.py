@@ -10,7 +10,7 @@ from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.latents import DeepseekV3
-from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing
+from pagedcli.models.families.mixtures import DeepseekMixture, DenseFirst, GraniteMoe, QwenMixture
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
@@ -49,7 +49,7 @@ class Qwen3_5(Hybrid):
     def recurrent(self) -> GatedDelta:
         return GatedDelta(
             num_key_heads=self.linear_num_key_heads,
-            num_value_heads=self.linear_num_value_heads,
+            num_heads=self.linear_num_value_heads,
             key_dim=self.linear_key_head_dim,
             value_dim=self.linear_value_head_dim,
             kernel=self.linear_conv_kernel_dim,
@@ -113,11 +113,9 @@ class KimiLinear(Hybrid, DeepseekV3):
         return range(4, self.num_hidden_layers, 4)
 
     def recurrent(self) -> KimiDelta:
-        return KimiDelta(
-            num_heads=self._said("num_heads", self.linear_num_heads),
-            head_dim=self._said("head_dim", self.linear_head_dim),
-            kernel=self._said("short_conv_kernel_size", self.linear_conv_kernel_dim),
-        )
+        heads, size = self._said("num_heads", self.linear_num_heads), self._said("head_dim", self.linear_head_dim)
+        kernel = self._said("short_conv_kernel_size", self.linear_conv_kernel_dim)
+        return KimiDelta(num_heads=heads, num_key_heads=heads, key_dim=size, value_dim=size, kernel=kernel)
 
     def _said(self, name: str, own: int) -> int:
         """A number of linear_attn_config, where config.json has that."""
@@ -154,7 +152,7 @@ class OlmoHybrid(Hybrid, Olmo2):
         key_dim = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
         return GatedDelta(
             num_key_heads=heads,
-            num_value_heads=self.linear_num_value_heads or self.num_attention_heads,
+            num_heads=self.linear_num_value_heads or self.num_attention_heads,
             key_dim=key_dim,
             value_dim=self.linear_value_head_dim or 2 * key_dim,
             kernel=self.linear_conv_kernel_dim,
@@ -206,18 +204,15 @@ class Lfm2(Hybrid):
         return ShortConv(channels=self.hidden_size, kernel=self.conv_L_cache, bias=self.conv_bias)
 
 
-class Lfm2Moe(Lfm2, Mixture):
+class Lfm2Moe(Lfm2, DenseFirst):
     block_auto_adjust_ff_dim = False  # intermediate_size is what it says
     norm_topk_prob = True
-    num_dense_layers: int = 2
+    num_dense_layers = 2
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
 
     renamed = Mixture.renamed | Lfm2.renamed
     expert_names = ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))
-
-    def is_dense(self, i: int) -> bool:
-        return i < self.num_dense_layers
 
     def experts(self) -> Experts:
         return replace(
@@ -309,13 +304,13 @@ class Bamba(Hybrid):
         head_dim = given if isinstance(given, int) else self.mamba_expand * self.hidden_size // heads
         return Mamba2(
             num_heads=heads,
-            head_dim=head_dim,
-            num_groups=self.mamba_n_groups,
-            state_size=self.mamba_d_state,
+            num_key_heads=self.mamba_n_groups,
+            key_dim=self.mamba_d_state,
+            value_dim=head_dim,
             kernel=self.mamba_d_conv,
             conv_bias=self.mamba_conv_bias,
             proj_bias=self.mamba_proj_bias,
-            step_limits=self.step_limits,
+            limits=self.step_limits,
             norm_group=heads * head_dim // self.mamba_n_groups,
         )
 
@@ -365,7 +360,7 @@ class FalconH1(Bamba):
         heads, inner = self.mamba_n_heads, self.mamba_d_ssm or self.mamba_expand * self.hidden_size
         return replace(
             super().recurrent(),
-            head_dim=inner // heads,
+            value_dim=inner // heads,
             norm_group=inner // self.mamba_n_groups if self.mamba_rms_norm else None,
             factors=tuple(self.ssm_in_multiplier * each for each in self.ssm_multipliers or (1.0,) * 5),
             out_factor=self.ssm_out_multiplier,
@@ -406,21 +401,18 @@ class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
         return not self.num_experts
 
 
-class NemotronH(RotatesIfNamed, Bamba):
-    """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here."""
+class NemotronH(RotatesIfNamed, Bamba, DeepseekMixture):
+    """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here. Its experts are
+    DeepSeek-V3's, without gates."""
 
     num_hidden_layers: int = 0  # the listed ones
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None
-    num_experts: Size = 8
-    num_experts_per_tok: Size = 2
-    moe_intermediate_size: Size = 7688
+    num_experts = 8
+    num_experts_per_tok = 2
+    moe_intermediate_size = 7688
     moe_shared_expert_intermediate_size: Size = 7688
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int | None = 1
-    topk_group: int | None = 1
 
     unsupported = Bamba.unsupported | {"moe_latent_size": ()}
     renamed = {
@@ -451,6 +443,13 @@ class NemotronH(RotatesIfNamed, Bamba):
         mlp="mixer",
         skipped=("mtp.",),
     )
+    expert_names = ExpertNames(
+        block="mixer",
+        router_bias="gate.e_score_correction_bias",
+        projections=("up_proj", "down_proj"),
+        shared="mixer.shared_experts",
+        shared_projections=("up_proj", "down_proj"),
+    )
     _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
     def __post_init__(self) -> None:
@@ -467,6 +466,10 @@ class NemotronH(RotatesIfNamed, Bamba):
                 "an MLP or a mixture of experts comes first or follows another one, which is not supported"
             )
         super().check()
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        return self.names
 
     @property
     def step_limits(self) -> tuple[float, float]:
@@ -486,30 +489,16 @@ class NemotronH(RotatesIfNamed, Bamba):
                 found.append(replace(layer, mlp=mlp, mlp_number=number))
         return tuple(found)
 
-    def mlp(self, i: int) -> Mlp | Experts | None:
-        if (self.layer_types or [])[i] != "moe":
-            return super().mlp(i)
-        if not self.num_experts_per_tok <= self.num_experts:
-            raise ModelError(f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts")
-        each = Mlp(width=self.moe_intermediate_size, activation=self.activation, gated=False)
-        return Experts(
-            num_experts=self.num_experts,
-            num_per_token=self.num_experts_per_tok,
-            each=each,
-            renormalize=self.norm_topk_prob,
-            has_router_bias=True,
-            shared=replace(each, width=self.moe_shared_expert_intermediate_size, bias=self.mlp_bias),
-            gates_shared=False,
-            names=_NEMOTRON_EXPERTS,
-            **deepseek_routing(self.num_experts, self),
-        )
+    def is_dense(self, i: int) -> bool:
+        return (self.layer_types or [])[i] != "moe"
+
+    @property
+    def shared_width(self) -> int:
+        return self.moe_shared_expert_intermediate_size
+
+    def experts(self) -> Experts:
+        found = super().experts()
+        return replace(found, shared=found.shared and replace(found.shared, bias=self.mlp_bias))
 
 
 _MLPS = frozenset({"mlp", "moe"})
-_NEMOTRON_EXPERTS = ExpertNames(
-    block="mixer",
-    router_bias="gate.e_score_correction_bias",
-    projections=("up_proj", "down_proj"),
-    shared="mixer.shared_experts",
-    shared_projections=("up_proj", "down_proj"),
-)
