@@ -208,8 +208,7 @@ def summary(
 ) -> tuple[list[str], list[Table]]:
     """The answer with what to change, and all tables of a summary; empty ones are left out.
 
-    reasons: those of the requests that a
-    recording shows. in_full: with these, and a table of larger caches.
+    reasons: those of the requests in a recording. in_full: with these, and a table of larger caches.
     """
     shape_of = cache(TreeShape)
     tables = [
@@ -338,7 +337,7 @@ def message_rows(reader: CaptureReader) -> Iterator[Figures]:
             "num_removed_blocks": after["num_removed"] - before["num_removed"],
             "num_tokens_computed_twice": after["num_tokens_again"] - before["num_tokens_again"],
             "num_blocks_stored_again": again, "num_resident_blocks": state.num_resident,
-            # of a full list, which drops its oldest note for a new one, only the last one may be new
+            # a full list drops its oldest note for a new one: only its last one may be new
             "notes": [*state.notes][num_notes if len(state.notes) < (state.notes.maxlen or 0) else -1 :],
         }  # fmt: skip
         before, num_notes = after, len(state.notes)
