@@ -138,6 +138,25 @@ class LeasesOfWorkers(RuleBasedStateMachine):
         self.now_s += seconds
 
 
+def test_of_two_workers_with_the_same_part_the_first_record_counts():
+    run = LeasesOfWorkers()
+    for number in [0] * NUM_PARTS + [1]:  # the second worker sees that all have been taken
+        run.take(number)
+    run.wait(LEASE_S)
+    run.take(1)
+    (first, *_), (_, second, _) = run.workers[:2]
+
+    def make_after_the_other(number):
+        run.make(0, "made")
+        first.update()
+        return FakeWorker.run_part(second, number)
+
+    second.run_part = make_after_the_other
+    run.make(1, "made")
+    assert list(first.records) == [0]
+    run.teardown()
+
+
 TestLeasesOfWorkers = LeasesOfWorkers.TestCase
 TestLeasesOfWorkers.settings = settings(max_examples=5, stateful_step_count=20, deadline=None)
 
