@@ -81,7 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model", affects_rows=False)] = False
     pooling: Annotated[
         PoolingChoice,
-        _model("Token states that make a vector: last, or the mean of all; auto: as the checkpoint says"),
+        _model("Token states that make a vector: last, or the mean of all; auto: by the checkpoint", has_flag=False),
     ] = "auto"
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE", affects_rows=False)] = "auto"
     attention_backend: Annotated[

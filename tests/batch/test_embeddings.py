@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from cli_harness import pagedcli, rows_of, write_rows
+from cli_harness import pagedcli, rows_of, with_keys, write_rows
 from harness.engine import BUILTIN, Harness
 from model_zoo import tiny_model
 
@@ -105,7 +105,7 @@ def test_vectors_resume_and_are_in_tables_and_recordings(tmp_path, last):
     pagedcli("generate", source, "-o", tmp_path / "p.jsonl", *flags, "--max-errors", 1, expect=1)
     pagedcli("generate", source, "-o", tmp_path / "p.jsonl", *flags, "--resume", expect=3)
     pagedcli("verify", out, tmp_path / "p.jsonl")
-    pagedcli("generate", source, "-o", out, *flags, "--pooling", "mean", "--resume", expect=2)
+    pagedcli("generate", source, "-o", out, *flags, *with_keys(tmp_path, engine__pooling="mean"), "--resume", expect=2)
     pagedcli("trace", run, "--check")
     plan = json.loads(pagedcli("plan", source, *flags, "--format", "json", expect=3).stdout)
     assert plan["scores"]["num_rows"] == 3
@@ -141,7 +141,7 @@ def test_what_cannot_be_embedded_is_an_error_row(last, fields, what):
     ({"pooling_mode": "mean"}, MODULES | {"2_Dense": "Dense"}, "a module Dense"),
     ({"pooling_mode_cls_token": True}, MODULES, "pooling by cls_token"),
     ({"pooling_mode": "mean", "include_prompt": False}, MODULES, "mean without the instruction"),
-    (None, MODULES, "--pooling last or --pooling mean"),
+    (None, MODULES, "pooling: last, or mean, under engine:"),
 ])  # fmt: skip
 def test_checkpoints_that_make_other_vectors_are_refused_by_name(tmp_path, pooling, modules, what):
     folder = embedder(tmp_path, pooling=pooling, modules=modules)

@@ -59,7 +59,7 @@ def test_the_first_screen_of_generate_fits_and_names_the_sections_that_hold_the_
         assert len(flags) == int(count)
         found |= flags
     assert found | {"--config", "--help"} == set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", whole, re.MULTILINE))
-    assert len(found) <= 86
+    assert len(found) <= 89
     assert "has no section 'no'" in run("generate", "--help", "no").stderr
 
 

@@ -92,8 +92,8 @@ class Embedder:
         if pooling is None and tokenizer.encode("a")[-1] in tokenizer.special_token_ids:
             pooling = "last"
         if pooling is None:
-            what = "does not say how the states of a text become its vector"
-            raise ModelError(f"{folder} {what}", hint="name it: --pooling last or --pooling mean")
+            what = f"{folder} does not say how the states of a text become its vector"
+            raise ModelError(what, hint="name it in a file for -C: pooling: last, or mean, under engine:")
         if (folder / _PROMPTS).is_file():
             said = read_json(folder / _PROMPTS)
         prompts = said.get("prompts") or {}

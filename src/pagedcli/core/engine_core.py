@@ -112,23 +112,18 @@ class EngineCore:
         salt. `make_stop_checker` is called once per sample and returns a function that receives each new token and
         detects stop strings; `make_guide` returns the guide that restricts the next token; `make_prefixes` the chain of
         the prompt's full blocks, if only that is known. With `continuations` nothing is generated, and `params` do not
-        count: FinishedRequest.scores says how likely each is after the prompt. With `pooling` these are POOLED, and
-        their score has the last hidden state, or all. `is_private`: no prefix store is used.
+        count: FinishedRequest.scores says how likely each is after the prompt, or has the states to pool if they are
+        POOLED. `is_private`: no prefix store is used.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
-        try:
-            max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations)
-        except RequestError as error:
-            if self._emit is not None:
-                self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
-            raise
+        max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations, row_id)
         self._num_added += 1
         token_ids, targets = list(prompt_token_ids), None
         if continuations is not None:
             params, targets = SCORING, ScoredPart.of_context(len(token_ids), continuations, pooling)
             token_ids += [] if targets.together else continuations[0][:-1]
-        needs_all = params.prompt_logprobs is not None or pooling == "mean"  # cached blocks have no logits and states
-        cache_salt = f" prompt_logprobs {self._next_seq_id}" if needs_all else cache_salt
+        if needs_all := params.prompt_logprobs is not None or pooling == "mean":  # cached blocks have neither
+            cache_salt = f" prompt_logprobs {self._next_seq_id}"
         request = UnfinishedRequest(
             make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes
         )
@@ -150,21 +145,31 @@ class EngineCore:
         request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
         self._requests[request_id] = request
         self._forks.expect(seq)
-        if targets is not None and continuations is not None and targets.of_forks(continuations):
+        if targets is not None and targets.of_forks(continuations or ()):
             self._forks.expect_continuations(seq)
         self.scheduler.add(seq)
 
     def _admitted(
-        self, request_id: str, prompt: Ids[int], params: SamplingParams, continuations: Ids[Ids[int]] | None
+        self,
+        request_id: str,
+        prompt: Ids[int],
+        params: SamplingParams,
+        continuations: Ids[Ids[int]] | None,
+        row_id: str | None,
     ) -> int:
         """Most tokens that a new request may generate. Raises: RequestError."""
-        if request_id in self._requests:
-            raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
-        if continuations is not POOLED and not self.limits.has_head:
-            raise RequestError("no_output_layer", "the checkpoint has no output layer: it only embeds texts")
-        if continuations is None:
-            return admit(self.limits, prompt, params)
-        admit_scores(self.limits, prompt, continuations)
+        try:
+            if request_id in self._requests:
+                raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
+            if continuations is not POOLED and not self.limits.has_head:
+                raise RequestError("no_output_layer", "the checkpoint has no output layer: it only embeds texts")
+            if continuations is None:
+                return admit(self.limits, prompt, params)
+            admit_scores(self.limits, prompt, continuations)
+        except RequestError as error:
+            if self._emit is not None:
+                self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
+            raise
         return 0
 
     def has_unfinished_requests(self) -> bool:

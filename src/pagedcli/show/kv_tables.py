@@ -208,8 +208,7 @@ def summary(
 ) -> tuple[list[str], list[Table]]:
     """The answer with what to change, and all tables of a summary; empty ones are left out.
 
-    reasons: those of the requests that a
-    recording shows. in_full: with these, and a table of larger caches.
+    reasons: those of the requests in a recording. in_full: with these, and a table of larger caches.
     """
     shape_of = cache(TreeShape)
     tables = [

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from pagedcli.printable import one_line, percent_text, plural
 from pagedcli.show import drawing as svg
@@ -206,7 +207,7 @@ class _TreeDrawing:
         width = 1 + 5 * math.sqrt(branch.num_hits / max(1, self._num_lookups))
         path = f"M{x_from:.1f} {y_from:.1f}V{middle:.1f}H{x:.1f}"
         facts = f"{plural(branch.num_blocks, 'block')}, first {one_line(branch.label)}"
-        data = {"hits": branch.num_hits, "blocks": branch.num_blocks, "start": branch.start}
+        data: dict[str, Any] = {"hits": branch.num_hits, "blocks": branch.num_blocks, "start": branch.start}
         stop = x + length
         self.parts += [
             f'<path class="edge" stroke-width="{width:.1f}" d="{path}"/>',

@@ -17,13 +17,7 @@ import msgspec
 from rich.cells import cell_len
 
 from pagedcli.printable import one_line, printable, printable_json, wrap_words
-from pagedcli.records import Column as Column
-from pagedcli.records import as_row, columns_of
-from pagedcli.records import count as count
-from pagedcli.records import decimal as decimal
-from pagedcli.records import percent as percent
-from pagedcli.records import size as size
-from pagedcli.records import text as text
+from pagedcli.records import Column, as_row, columns_of
 
 TableRow = Mapping[str, Any]
 ALL_HINT = "every table: --all"
