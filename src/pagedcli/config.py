@@ -21,6 +21,7 @@ from pagedcli.sampling_params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+GpuKernels = Literal["auto", "fused"]
 PoolingChoice = Literal["auto", "last", "mean"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PreemptionPolicy = Literal["last", "largest"]
@@ -86,6 +87,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE", affects_rows=False)] = "auto"
     attention_backend: Annotated[
         str, _model("Attention backend; auto: the fastest one available", metavar="NAME", affects_rows=False)
+    ] = "auto"
+    gpu_kernels: Annotated[
+        GpuKernels,
+        _model(
+            "Kernels on a GPU; fused: five per layer in steps of up to 16 tokens, of dense models",
+            has_flag=False,
+        ),
     ] = "auto"
     enforce_eager: Annotated[bool, _model("Disable CUDA graphs", affects_rows=False)] = False
     tensor_parallel_size: Annotated[

@@ -126,6 +126,7 @@ class AttentionSpec:
     kv_dtype: torch.dtype | None = None  # dtype of the cache; None: `dtype`. See Capabilities.kv_dtypes
     layers: frozenset[AttentionLayer] = frozenset()  # the different ones of the model
     capability: tuple[int, int] | None = None  # compute capability of a CUDA device
+    kernels: str = "auto"  # EngineConfig.gpu_kernels
 
     @property
     def heads(self) -> Heads:
@@ -177,6 +178,7 @@ class AttentionBackend(Protocol):
 
     name: str
     capabilities: Capabilities
+    kernels: str = "auto"  # AttentionSpec.kernels of a backend that has several
     # Address of the cache's description (native/paged_cache.h), for a decoder that attends within its own native call
     # with the address of batch.work. None: the backend has none.
     geometry_address: int | None = None

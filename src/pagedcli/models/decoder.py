@@ -31,6 +31,7 @@ from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import Mixer, ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype
+from pagedcli.models.stream import Stream, stream_of
 from pagedcli.models.tensors import Parameter, linear_formats
 from pagedcli.models.weights import open_weights
 
@@ -52,6 +53,10 @@ class Decoder:
         branches, self._last = build.branches()
         num_early = build.num_early_branches
         self._branches, self._late_branches = branches[:num_early], branches[num_early:]
+        self._stream: Stream | None = None
+        if request.backend.kernels == "fused":
+            self._stream, why = stream_of(branches, self._last, spec, request)
+            self.notes += (f"no fused kernels for {spec.architecture}: {why}",) if why else ()
         self._first_late = sum(layer.mixer.attends for layer in spec.layers[: spec.last_keeper])
         self.weight_bytes = vector_bytes(parameters, request.dtype) + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
@@ -64,6 +69,9 @@ class Decoder:
         residual = scaled_embedding(self._embedding(input_ids), self.spec)
         if self._layer_inputs is not None:
             step.layer_inputs = self._layer_inputs(input_ids, residual)
+        if self._stream is not None and self._stream.serves(batch):
+            self._stream(residual, step)
+            return self._last(None, residual)
         hidden: Tensor | None = None  # the previous branch's addition to the residual
         for branch in self._branches:
             hidden = branch(hidden, residual, step)
