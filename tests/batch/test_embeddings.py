@@ -8,14 +8,14 @@ import pytest
 import torch
 import transformers
 from cli_harness import pagedcli, rows_of, with_keys, write_rows
-from harness.engine import BUILTIN, Harness
+from harness.engine import BUILTIN, Harness, transformers_logits
 from model_zoo import tiny_model
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.embeddings import Embedder, Embedding
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.verify import EXIT_DIFFERENT
-from pagedcli.config import EngineConfig
+from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import ModelError
 
 STORY = "Once upon a time there was a little dog who liked to play in the park. "
@@ -155,3 +155,16 @@ def test_numbers_are_short_and_exact():
     numbers = Embedding().encoded([state])
     assert np.float32(numbers).tolist() == (state / np.sqrt((state * state).sum())).astype(np.float32).tolist()
     assert max(map(len, map(str, numbers))) < 16
+
+
+def test_a_reranker_decides_between_yes_and_no_after_the_text_of_its_card(tmp_path):
+    example = BUILTIN.parents[3] / "examples" / "rerank"
+    flags = ("-C", example / "reranker.yaml", "--dtype", "float32", "-o", tmp_path / "o.jsonl")
+    pagedcli("generate", example / "pairs.jsonl", *flags)
+    [pair, *_], [row, *_] = rows_of(example / "pairs.jsonl"), rows_of(tmp_path / "o.jsonl")
+    text = load_config(example / "reranker.yaml", {}).config.run.template.format(**pair)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    context, *both = (Tokenizer(BUILTIN).encode(text.rstrip() + end) for end in ("", "\n\nyes", "\n\nno"))
+    for score, ids, logits in zip(row["scores"], both, transformers_logits(BUILTIN, both), strict=True):
+        chosen = logits.log_softmax(-1)[range(len(context) - 1, len(ids) - 1), ids[len(context) :]]
+        assert score["logprob"] == pytest.approx(float(chosen.sum()), abs=1e-3)
