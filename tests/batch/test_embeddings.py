@@ -12,7 +12,7 @@ from harness.engine import BUILTIN, Harness, transformers_logits
 from model_zoo import tiny_model
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.embeddings import Embedder, Embedding
+from pagedcli.batch.embeddings import Embedder
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli.verify import EXIT_DIFFERENT
 from pagedcli.config import EngineConfig, load_config
@@ -89,10 +89,8 @@ def test_openai_lines_give_openai_rows(last):
     two, one = (row["response"]["body"] for row in last.rows(lines))
     plain = vectors(last, [{"id": 0, "embed": "The dog"}, {"id": 1, "embed": "The cat"}, ROWS[3] | {"dimensions": 4}])
     assert (two["object"], two["data"][1]) == ("list", {"object": "embedding", "index": 1, "embedding": plain[1]})
-    assert [each["embedding"] for each in two["data"]] == [plain[0], plain[1]]
-    assert np.frombuffer(base64.b64decode(one["data"][0]["embedding"]), "<f4").tolist() == [
-        np.float32(each) for each in plain["tokens"]
-    ]
+    assert base64.b64decode(one["data"][0]["embedding"]) == np.array(plain["tokens"], "<f4").tobytes()
+    assert max(map(len, map(str, plain[0]))) < 16  # the shortest form
 
 
 def test_vectors_resume_and_are_in_tables_and_recordings(tmp_path, last):
@@ -123,7 +121,6 @@ def test_vectors_resume_and_are_in_tables_and_recordings(tmp_path, last):
 
 
 @pytest.mark.parametrize(("fields", "what"), [
-    ({"n": 2}, "generates nothing"),
     ({"questions": {}}, "generates nothing"),
     ({"prompt": "x"}, "its text in 'embed' alone"),
     ({"embed": ["a", "b"]}, "has one prompt"),
@@ -148,13 +145,6 @@ def test_checkpoints_that_make_other_vectors_are_refused_by_name(tmp_path, pooli
     with pytest.raises(ModelError) as found:
         Embedder.of(EngineConfig(), Tokenizer(folder))
     assert what in f"{found.value.message} {found.value.hint}"
-
-
-def test_numbers_are_short_and_exact():
-    state = np.float64(np.float32([3.1, -1e-9, 7.7777]))
-    numbers = Embedding().encoded([state])
-    assert np.float32(numbers).tolist() == (state / np.sqrt((state * state).sum())).astype(np.float32).tolist()
-    assert max(map(len, map(str, numbers))) < 16
 
 
 def test_a_reranker_decides_between_yes_and_no_after_the_text_of_its_card(tmp_path):
