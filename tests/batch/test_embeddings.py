@@ -135,7 +135,7 @@ def test_what_cannot_be_embedded_is_an_error_row(last, fields, what):
 
 
 @pytest.mark.parametrize(("pooling", "modules", "what"), [
-    ({"pooling_mode": "mean"}, MODULES | {"2_Dense": "Dense"}, "a module Dense"),
+    ({"pooling_mode": "mean"}, MODULES | {"2_Dense": "Dense"}, "models.Dense is not supported"),
     ({"pooling_mode_cls_token": True}, MODULES, "pooling by cls_token"),
     ({"pooling_mode": "mean", "include_prompt": False}, MODULES, "mean without the instruction"),
     (None, MODULES, "pooling: last, or mean, under engine:"),
