@@ -144,12 +144,12 @@ class RowPrompt(msgspec.Struct, eq=False):
     token_ids: list[int]
     params: SamplingParams
     is_chat: bool = False  # whether the chat template wrote it
-    text: str | None = None  # what is tokenized here; None: the line has the tokens
-    lowers_max_tokens: bool = False  # to what fits: the line leaves it to the run; then, whether it was lowered
+    text: str | None = None  # text to tokenize; None: the line has the tokens
+    lowers_max_tokens: bool = False  # the line leaves the limit to the run; after admission: it was lowered
     messages: list[ChatMessage] | None = None  # a chat, until the template has written its text
     template_kwargs: dict[str, Any] = {}  # variables for the chat template
     tools: list[dict[str, Any]] | None = None  # shown by the chat template; in a line None: the run's
-    scoring: ScoreRequest | None = None  # what the line wants scored; None: it generates
+    scoring: ScoreRequest | None = None  # texts to score; None: the line generates
     asked: Asked | None = None  # the question that follows, whose options are scored
     embedding: Embedding | None = None  # its vector is wanted
     scored: ScoredTokens | None = None  # the tokens of what is scored

@@ -56,7 +56,7 @@ class RowWriter:
     run_key: str
     created_s: int  # Unix time of the run's first start
     columns: Columns = field(default_factory=Columns)
-    ended: Endings = field(default_factory=Endings)  # of the rows so far
+    ended: Endings = field(default_factory=Endings)  # finish reasons of the rows so far
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:

@@ -138,7 +138,7 @@ class ComparedFile:
     """One of several outputs, compared with the first one."""
 
     file: str
-    rows: int  # in either file
+    rows: int  # rows that either file has
     equal: Annotated[int | None, "equal rows"] = None  # None: it is the first file
     answers_differ: Annotated[int | None, "answers that differ"] = None
     with_target: Annotated[int, "rows with the right answer"] = 0

@@ -150,7 +150,7 @@ class LaunchedStep:
     scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
     computed: list[Sequence]  # sequences with targets of which it computes the last token
     drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
-    has_beams: bool  # what can be scheduled next depends on which of them are kept
+    has_beams: bool  # the next step depends on which beams are kept
     sample: Callable[[SamplingInput], TokensToRead] | None = None
 
     def rows_that_count(self, token_ids: Items[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
@@ -404,5 +404,5 @@ def prompt_rows(
     scored, places = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
     states, ids = np.array(pooled, dtype=np.int64), np.array(token_ids, dtype=np.int64)
     wanted = np.union1d(np.union1d(sampled, scored), states).astype(np.int64)
-    sampled, scored, states = (np.searchsorted(wanted, each) for each in (sampled, scored, states))
-    return wanted, PromptRows(sampled, scored, states, places, ids, tuple(pieces))
+    place = wanted.searchsorted
+    return wanted, PromptRows(place(sampled), place(scored), place(states), places, ids, tuple(pieces))

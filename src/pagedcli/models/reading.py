@@ -13,7 +13,6 @@ from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import becomes_plain, read_quantization, refusal
-from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.tensors import TensorNames
 
@@ -43,7 +42,7 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
         return native_spec(path, config, model_type)
     quantization = read_quantization(config, path / "config.json")
     if quantization is not None or config.get("quantization_config"):
-        method = "bitsandbytes" if quantization is None else quantization.method
+        method = "bitsandbytes" if quantization is None else quantization.formats[0].method
         raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this may load transformers
     return models.transformers_fallback.read_fallback_spec(path, trust_remote_code=trust_remote_code)
@@ -56,11 +55,7 @@ def _gguf_spec(path: Path) -> ModelSpec:
     check_supported(fields, path)
     spec = as_stored(native_spec(path, fields, model_type, where=path), header)
     divisors = frequency_factors(header)
-
-    def divided(rope: RopeSpec | None) -> RopeSpec | None:
-        return None if rope is None else replace(rope, divisors=divisors)
-
-    return spec.with_mixers(lambda mixer: replace(mixer, rope=divided(mixer.rope)))
+    return spec.with_mixers(lambda mixer: replace(mixer, rope=mixer.rope and replace(mixer.rope, divisors=divisors)))
 
 
 def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: Path | None = None) -> ModelSpec:
@@ -80,7 +75,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     for name, allowed in kind.unsupported.items():
         if config.get(name) and config[name] not in allowed:
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
-    said = {kind.renamed.get(name, name): value for name, value in config.items()}
+    said = {kind.renamed.get(name, name): value for name, value in config.items() if value or name != "rope_parameters"}
     fields = convert(defaults().get(text_type, {}) | said, kind, where)
     if architectures[0] not in (family.architecture, family.architecture.replace("ForCausalLM", "Model")):
         raise ModelError(
@@ -112,7 +107,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         layer_inputs=fields.layer_inputs,
         names=names,
         tie_word_embeddings=fields.tie_word_embeddings,
-        head_bias=fields.head_bias,
+        head_bias=fields.lm_head_bias,
         max_position_embeddings=max([fields.max_position_embeddings, *stretched]),
         eos_token_ids=stop_ids(path, fields.eos_token_id, vocab_size=fields.vocab_size),
         bos_token_id=fields.bos_token_id,

@@ -160,6 +160,7 @@ class _Settled:
             kv_dtype=kv_dtype,
             layers=frozenset(self.own.attention_layers),
             capability=self.gpu.capability if self.gpu is not None else None,
+            kernels=self.config.gpu_kernels,
         )
 
     def _limits(self, kv_dtype: str, *, with_graphs: bool) -> Limits:
