@@ -38,7 +38,7 @@ _CACHES: dict[str, Callable[[int, Limits, Emit | None], Cache]] = {
     "paged, nothing shared": unshared_cache,
     "paged": make_cache,
 }
-_FOR_BLOCKS = ("free_blocks", "preemption")  # what the first in the queue waits for
+_FOR_BLOCKS = ("free_blocks", "preemption")  # reasons for which the first in the queue waits
 
 
 @dataclass(frozen=True, slots=True)
