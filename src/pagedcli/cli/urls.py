@@ -27,6 +27,7 @@ from pagedcli.process import at_end
 _READ = {"reuse", "files", "shards", "before", "after", "trace", "traces", "outputs", "config", "tokenizer"}
 _READ |= {"run__chat_template", "run__calibration"}
 _WRITTEN = {"output_file", "record", "metrics", "summary_json", "picture", "calibrate", "dump_kv"}
+_WRITTEN_TEXTS = ("output_file", "dump_kv")  # those of them that are no paths; attach --metrics is a server's address
 _FOLDERS = ("ray", "ray_address", "queue")  # parameters of runs that write a folder with -o
 _LOCAL = {"engine__prefix_store"}  # texts that name files of this machine
 _SEND_EVERY_S = 60.0
@@ -52,7 +53,7 @@ def with_local_files(command: str, values: dict[str, Any]) -> None:
         if name in read:
             paths = [path for each in _listed(given) for path in _copies(each)]
             values[name] = paths if isinstance(given, list) else paths[0]
-        elif name in _WRITTEN:
+        elif name in _WRITTEN and (isinstance(given, Path) or name in _WRITTEN_TEXTS):
             if every.count(urls[0]) > 1:
                 raise UsageError(f"two files of this command are the same, {urls[0]}", hint="use different names")
             _mirrors.append(_Mirror(urls[0], resume=values.get("resume")))
