@@ -49,6 +49,7 @@ SPEED = {
     "memory": 60,
     "workload": 170,
     "steps": 60,
+    "stream": 240,
 }
 LIMITS = CORRECTNESS | SPEED
 GROUPS = {"correctness": CORRECTNESS, "speed": SPEED}

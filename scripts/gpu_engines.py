@@ -328,6 +328,48 @@ def fp8(scale: Scale, rows: Rows) -> Result:
     return equal >= 0.7 * num_prompts, f"{equal} of {num_prompts} sequences equal with graphs and without"
 
 
+def check_stream(scale: Scale, rows: Rows) -> Result:
+    """Fused kernels: products against float64 and the same bits in any company; tokens of a model against a CPU's."""
+    from model_zoo import tiny_model
+
+    from pagedcli.layers.triton_products import KernelWeight
+    from pagedcli.layers.triton_stream import ROWS, Norm, Product, Scratch
+    from pagedcli.sampling_params import SamplingParams
+
+    device, ok = torch.device(scale.device), True
+    dtype, scratch = scale.dtypes[0], Scratch(device)
+    sizes = [(1024, 3072), (4096, 4096), (896, 4864), (5120, 1536)] if scale.on_gpu else [(34, 300)]
+    for num_out, num_in in sizes:
+        weight = (torch.randn(num_out, num_in, device=device) / num_in**0.5).to(dtype)
+        x, residual = (torch.randn(ROWS, size, device=device).to(dtype) for size in (num_in, num_out))
+        norm = Norm(torch.rand(num_in, device=device).to(dtype) + 0.5, 1e-6)
+        add = Product(
+            KernelWeight("floats", num_out, num_in, num_in, weight), None, scratch=scratch, finish="add", norm=norm
+        )
+        normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+        exact = residual.double() + normed @ weight.double().T
+        whole = add(x, residual.clone())
+        error = float(((whole.double() - exact).abs() / (1 + exact.abs())).max())
+        counts = (1, 2, 3, 8) if scale.on_gpu else (1,)
+        repeats = 50 if scale.on_gpu else 1  # the order in which programs come differs
+        same = all(torch.equal(add(x[:n], residual[:n].clone()), whole[:n]) for n in counts for _ in range(repeats))
+        ok = ok and same and error < (1e-4 if dtype == torch.float32 else 2e-2)
+        rows.append({"product": f"{num_out} x {num_in}", "error": error, "same bits": same})
+    num_prompts, num_new = (12, 24) if scale.on_gpu else (2, 3)
+    prompts = ragged_prompts(num_prompts)
+    params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
+    for family in scale.mine(("qwen3", "llama", "qwen2") if scale.on_gpu else ("qwen3",)):
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny_model(family, Path(folder) / "model")
+            expected = generate(engine_of(path, "cpu"), prompts, params)
+            for loop in ("plain", "graphs, ahead") if scale.on_gpu else ("plain",):
+                engine = judged(scale, path, gpu_kernels="fused", **LOOPS[loop])
+                equal = num_equal(generate(engine, prompts, params), expected)
+                rows.append({"family": family, "loop": loop, "equal": equal, "of": num_prompts})
+                ok = ok and equal >= 0.95 * num_prompts
+    return ok, f"fused kernels are {'right' if ok else 'WRONG'}"
+
+
 def graphs(scale: Scale, rows: Rows) -> Result:
     """Graphs and one step ahead against the plain loop, in float32, where other batch shapes hardly change a choice."""
     import msgspec

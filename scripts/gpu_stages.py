@@ -248,15 +248,7 @@ def steps(scale: Scale, rows: Rows) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(scale, Path(folder), enable_prefix_caching=False)
         for num_seqs in (1, 16, 64, 256) if scale.on_gpu else (1, 2):
-            for turn in range(2):  # the first compiles
-                for number, prompt in enumerate(random_prompts(scale, num_seqs, length, seed=turn)):
-                    engine.add_request(str(number), prompt, params)
-                before = engine.stats.num_prompt_tokens
-                while engine.stats.num_prompt_tokens - before < num_seqs * length:
-                    engine.step()
-                spent, seconds, count = _profiled(engine, scale, (num_new - 4) // 2 if scale.on_gpu else 1)
-                while engine.has_unfinished_requests():
-                    engine.step()
+            spent, seconds, count = _decode_steps(engine, scale, num_seqs, length, params)
             kernels = sorted(spent.items(), key=lambda item: -item[1][0])
             rows.append({
                 "sequences": num_seqs, "ms per step": round(seconds / count * 1e3, 3),
@@ -267,6 +259,85 @@ def steps(scale: Scale, rows: Rows) -> Result:
                 ),
             })  # fmt: skip
     return True, "ms per step: " + ", ".join(f"{row['sequences']} sequences {row['ms per step']}" for row in rows)
+
+
+def _decode_steps(
+    engine: Any, scale: Scale, num_seqs: int, length: int, params: Any
+) -> tuple[dict[str, tuple[float, int]], float, int]:
+    """_profiled of steps of so many sequences, after prompts of `length` tokens."""
+    for turn in range(2):  # the first compiles
+        for number, prompt in enumerate(random_prompts(scale, num_seqs, length, seed=turn)):
+            engine.add_request(str(number), prompt, params)
+        before = engine.stats.num_prompt_tokens
+        while engine.stats.num_prompt_tokens - before < num_seqs * length:
+            engine.step()
+        found = _profiled(engine, scale, (params.max_tokens - 4) // 2 if scale.on_gpu else 1)
+        while engine.has_unfinished_requests():
+            engine.step()
+    return found
+
+
+QWEN3_8B: Row = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+# what `fused` may be: programs per multiprocessor, and whether a kernel starts while the one before still runs
+STREAMS = [(2, True), (2, False), (1, True), (4, True)]
+
+
+def stream(scale: Scale, rows: Rows) -> Result:
+    """Decode steps of up to 16 rows with fused kernels: tokens and bits first, then their time in each setting next to
+    that of the present kernels. The last line says which to choose."""
+    from pagedcli.attention import triton_paged
+    from pagedcli.layers import triton_stream
+    from pagedcli.sampling_params import SamplingParams
+
+    right, summary = gpu_engines.check_stream(scale, rows)
+    models = {"0.6B": scale.model} | ({"8B": {**scale.model, **QWEN3_8B}} if scale.on_gpu else {})
+    length, num_new = (600, 48) if scale.on_gpu else (5, 4)
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    settings: list[tuple[int, bool] | None] = [None, *(STREAMS if scale.on_gpu else STREAMS[:1])]
+    starts_early, programs_before = triton_stream.starts_early, triton_stream.PROGRAMS_PER_PROCESSOR
+    choices = []
+    for name, model in models.items():
+        totals: dict[str, float] = {}
+        for setting in settings:
+            how = "auto" if setting is None else f"{setting[0]} programs{', early' if setting[1] else ''}"
+            if setting is not None:
+                triton_stream.PROGRAMS_PER_PROCESSOR = setting[0]
+                for module in (triton_stream, triton_paged):
+                    module.starts_early = starts_early if setting[1] else lambda _: False
+            options: Row = {"num_kvcache_blocks": 1200, "max_num_seqs": 16} if scale.on_gpu else {}
+            kernels = "auto" if setting is None else "fused"
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    engine = make_engine(
+                        scale, Path(folder), model=model, gpu_kernels=kernels, enable_prefix_caching=False, **options
+                    )
+                for num_seqs in (1, 8, 16) if scale.on_gpu else (1,):
+                    spent, seconds, count = _decode_steps(engine, scale, num_seqs, length, params)
+                    gbytes = engine.plan.weight_bytes / 1e9
+                    rows.append({
+                        "model": name, "kernels": how, "sequences": num_seqs,
+                        "ms per step": round(seconds / count * 1e3, 3),
+                        "kernels ms": round(sum(us for us, _ in spent.values()) / count / 1e3, 3),
+                        "launches": round(sum(number for _, number in spent.values()) / count),
+                        "GB/s of weights": round(gbytes * count / seconds),
+                    })  # fmt: skip
+                    totals[how] = totals.get(how, 0.0) + seconds / count
+            except Exception as error:  # The other settings are still to be measured.
+                rows.append({"model": name, "kernels": how, "problem": gpu_engines.problem_of(error)})
+                right = False
+            engine = None
+            free_memory(scale)
+        triton_stream.starts_early = triton_paged.starts_early = starts_early
+        triton_stream.PROGRAMS_PER_PROCESSOR = programs_before
+        if totals:
+            best = min(totals, key=totals.__getitem__)
+            choices.append(
+                f"{name}: choose {best} ({totals.get('auto', 0.0) / totals[best]:.2f} times as fast as auto)"
+            )
+    return right, f"{summary}; {'; '.join(choices)}"
 
 
 def _profiled(engine: Any, scale: Scale, count: int) -> tuple[dict[str, tuple[float, int]], float, int]:
@@ -356,7 +427,7 @@ def _two_ranks(scale: Scale, kind: str, pipe: Any) -> None:
 RUN: dict[str, Callable[[Scale, Rows], Result]] = {
     stage.__name__: stage
     for stage in (
-        *(environment, ahead, ceilings, attention, memory, workload, steps, parallel),
+        *(environment, ahead, ceilings, attention, memory, workload, steps, stream, parallel),
         *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products),
         *(gpu_engines.smoke, gpu_engines.graphs, gpu_engines.requests, gpu_engines.families),
         *(gpu_engines.hybrids, gpu_engines.windows),

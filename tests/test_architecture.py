@@ -138,7 +138,8 @@ LONGER_FUNCTIONS = {
 }
 LONGER_FUNCTIONS |= {f"layers/triton_recurrent.py: {name}" for name in ("chunk_kernel", "step_kernel")}
 LONGER_FUNCTIONS |= {f"layers/triton_sampling.py: {name}" for name in ("_border", "smallest_kept_kernel")}
-LONGER_FUNCTIONS |= {"layers/triton_layers.py: rotate_and_store_kernel", "layers/triton_experts.py: experts_kernel"}
+LONGER_FUNCTIONS |= {"layers/triton_layers.py: store_heads", "layers/triton_experts.py: experts_kernel"}
+LONGER_FUNCTIONS |= {"layers/triton_stream.py: product_kernel"}
 
 
 @pytest.mark.parametrize("pattern", ["*.py", "*.cpp", "*.h"])

@@ -21,7 +21,7 @@ from pagedcli.runner.device_state import state_pools
 
 TYPES = {**NAMES, torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 
-OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     from pagedcli.layers import triton_products as product_kernels
     from pagedcli.layers import triton_recurrent as recurrent_kernels
     from pagedcli.layers import triton_sampling as sampling_kernels
+    from pagedcli.layers import triton_stream as stream_kernels
     from pagedcli.layers.sampling import SamplingLimits, choose_tokens
 
     folder.mkdir(exist_ok=True)
@@ -96,13 +97,13 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     launches = set()
     with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
         modules = (attention_kernels, layer_kernels, product_kernels, expert_kernels)
-        for module in (*modules, recurrent_kernels, sampling_kernels):
+        for module in (*modules, recurrent_kernels, sampling_kernels, stream_kernels):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))
         patched.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         patched.setattr(triton_paged, "launch_problem", lambda: None)
-        for module in (product_kernels, expert_kernels):
+        for module in (product_kernels, expert_kernels, stream_kernels):
             patched.setattr(module, "processors_of", lambda _: 132)
         backend = load_backend("triton", decision.attention)
         model = load_model(

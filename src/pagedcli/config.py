@@ -21,6 +21,8 @@ from pagedcli.sampling_params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+GpuKernels = Literal["auto", "fused"]
+PoolingChoice = Literal["auto", "last", "mean"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PreemptionPolicy = Literal["last", "largest"]
 InputFormat = Literal["auto", "jsonl", "csv", "tsv"]
@@ -78,9 +80,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model", affects_rows=False)] = False
+    pooling: Annotated[
+        PoolingChoice,
+        _model("Token states that make a vector: last, or the mean of all; auto: by the checkpoint", has_flag=False),
+    ] = "auto"
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE", affects_rows=False)] = "auto"
     attention_backend: Annotated[
         str, _model("Attention backend; auto: the fastest one available", metavar="NAME", affects_rows=False)
+    ] = "auto"
+    gpu_kernels: Annotated[
+        GpuKernels,
+        _model(
+            "Kernels on a GPU; fused: five per layer in steps of up to 16 tokens, of dense models",
+            has_flag=False,
+        ),
     ] = "auto"
     enforce_eager: Annotated[bool, _model("Disable CUDA graphs", affects_rows=False)] = False
     tensor_parallel_size: Annotated[
@@ -310,6 +323,13 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             reads="file",
         ),
     ] = None
+    embed: Annotated[bool, _rows("Return a vector for each row's prompt instead of generating")] = False
+    instruction: Annotated[
+        str | None, _rows("Text before each one to embed, or its name in the checkpoint", metavar="TEXT|NAME")
+    ] = None
+    dimensions: Annotated[
+        int | None, _rows("Elements of each vector to keep before it is normalized", default="all", at_least=1)
+    ] = None
     output_field: Annotated[str, _rows("Output field for the generated text", metavar="NAME")] = "text"
     keep: Annotated[
         str | None, _rows("Input columns to copy to the output: names separated by commas, or all", metavar="NAMES")
@@ -354,7 +374,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_time: Annotated[
         float | None,
         _rows(
-            "Start no row after this time, e.g. 90min or 6h; rows in flight finish, --resume continues",
+            "Start no row after this time, e.g. 1h30m or 6h; rows in flight finish, --resume continues",
             metavar="TIME",
             default="no limit",
             above=0,
@@ -564,8 +584,11 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of '6h', '90min', '1.5d' or '45'. Raises: ConfigError."""
-    return _parse(text, _SECONDS, "a time", "6h, 90min or 45s")
+    """Seconds of '6h', '1h30m', '1.5d' or '45'. Raises: ConfigError."""
+    parts = re.findall(r"\s*[\d.]+\s*[A-Za-z]+\s*", text)
+    if not parts or "".join(parts) != text:
+        parts = [text]
+    return sum(_parse(part, _SECONDS, "a time", "6h, 1h30m or 45s") for part in parts)
 
 
 def _parse(text: str, units: Mapping[str, int], what: str, examples: str) -> float:

@@ -42,7 +42,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """What a file says of itself."""
 
     identity: dict[str, str]  # named parts: all that must be equal for the content to be of use
-    note: bytes  # what the content is, in the words of whoever keeps it
+    note: bytes  # description of the content by whoever keeps it
     seconds: float  # time saved by reading the content
     depth: int = 0  # the deepest of equally worthy files is removed first
     sizes: list[int]  # bytes of each part

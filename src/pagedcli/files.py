@@ -31,7 +31,7 @@ _STREAM_NAMES = ("/dev/stdin", "/dev/stdout", "/dev/stderr")
 class FileKind:
     """A kind of file that commands write."""
 
-    name: str  # what messages call it
+    name: str  # in messages: 'a trace'
     beginning: bytes
 
     def has(self, path: Path) -> bool:

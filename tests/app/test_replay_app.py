@@ -8,7 +8,7 @@ from harness.core import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.pool_app import PoolApp
-from pagedcli.events import RequestAdded, RequestPreempted
+from pagedcli.events import RequestAdded, RequestPreempted, SequenceForked
 from pagedcli.trace.fold import fold
 from pagedcli.views.moment import Replay
 from pagedcli.views.names import NamedRequest
@@ -145,7 +145,7 @@ def test_enter_tells_the_story_of_a_sequence_and_goes_to_its_step(events):
         assert f"─ seq {seq_id} ─" in text
         for part in ("prompt  ", "waited  ", "preempted  ", "admit: hit", "first token"):
             assert part in text
-        story = app.pool_player.sequence_story(seq_id)
+        story = sequence_story(seq_id, app.pool_player.events(), app.player.moment.state)
         await press(pilot, "end", "enter")
         assert app.player.moment.state.step_number == story[-1][0]
         assert "prefix hits" in screen_text(app)  # the page is closed
@@ -298,8 +298,9 @@ def test_a_sequence_story_leaves_its_name_out_with_the_preposition_before_it(win
 def test_waited_steps_are_the_phases_of_waiting(events):
     timelines = Timelines()
     state = fold(EventList(events), timelines)
+    forked = {event.seq_id for event in events if isinstance(event, SequenceForked)}
     for seq in state.finished.values():
-        if seq.parent_seq_id is not None:
+        if seq.seq_id in forked:
             continue  # it begins to run in the step that adds it
         phases = [p for p in timelines.phases[seq.seq_id] if p.status in ("waiting", "preempted")]
         assert seq.num_steps_waited(state.step_number) == sum(p.last_step - p.first_step + 1 for p in phases)

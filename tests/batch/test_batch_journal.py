@@ -355,3 +355,10 @@ def test_a_journal_that_was_killed_before_its_first_line_may_still_overwrite(tmp
     journal = open_journal(out, {}, resume=True, overwrite=True)
     assert journal.header.overwrite
     journal.close()
+
+
+def test_a_run_that_ends_while_its_resume_begins_leaves_it_nothing_to_compute(tmp_path):
+    (out := tmp_path / "out.jsonl").touch()
+    with pytest.raises(UsageError, match="another run has just finished"):
+        open_journal(out, FINGERPRINT, resume=True, overwrite=False)
+    assert not journal_path(out).exists()

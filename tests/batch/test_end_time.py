@@ -45,7 +45,7 @@ def run(rows, *, at=0.3):
         for output in core.step():
             stats.num_done += 1
             stats.num_stopped += sum(sample.finish_reason == "stop" for sample in output.samples)
-        stats.elapsed_s = core.clock.now_ns * 1e-9
+        stats.elapsed_s = core.now_ns * 1e-9
         end.update(stats)
         if found is None and stats.num_done >= at * len(rows):
             found = stats.elapsed_s + (end.left_s(stats) or 0.0)

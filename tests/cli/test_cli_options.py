@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import pagedcli
 from pagedcli.cli.main import COMMANDS, app
 from pagedcli.cli.options import FLAGS
-from pagedcli.config import Config, EngineConfig, RunConfig, load_config
+from pagedcli.config import Config, EngineConfig, RunConfig, load_config, parse_seconds
 from pagedcli.errors import ConfigError
 from pagedcli.llm_keywords import engine_config
 from pagedcli.sampling_params import SamplingParams
@@ -23,10 +23,16 @@ SECTIONS = {"engine": EngineConfig, "sampling": SamplingParams, "run": RunConfig
 WITHOUT_FLAG = {"sampling.seed", "sampling.logit_bias", "sampling.skip_special_tokens", "sampling.detokenize"}
 WITHOUT_FLAG |= {"sampling.early_stopping", "sampling.structured_outputs", "run.messages"}
 WITHOUT_FLAG |= {f"engine.{name}" for name in ("revision", "weight_cache", "weight_cache_size", "prefix_store_days")}
-WITHOUT_FLAG |= {"engine.min_prefill_tokens", "engine.async_scheduling", "run.read_ahead", "run.keep_reasoning"}
+WITHOUT_FLAG |= {
+    "engine.min_prefill_tokens",
+    "engine.async_scheduling",
+    "engine.gpu_kernels",
+    "run.read_ahead",
+    "run.keep_reasoning",
+}
 WITHOUT_FLAG |= {"run.parse_tool_calls", "sampling.stop_token_ids", "sampling.include_stop_str_in_output"}
 WITHOUT_FLAG |= {f"sampling.{name}_penalty" for name in ("length", "presence", "frequency", "repetition")}
-WITHOUT_FLAG |= {"sampling.min_tokens", "run.sample_rows"}
+WITHOUT_FLAG |= {"sampling.min_tokens", "run.sample_rows", "engine.pooling"}
 
 
 def run(*arguments, **environment):
@@ -59,7 +65,7 @@ def test_the_first_screen_of_generate_fits_and_names_the_sections_that_hold_the_
         assert len(flags) == int(count)
         found |= flags
     assert found | {"--config", "--help"} == set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", whole, re.MULTILINE))
-    assert len(found) <= 88
+    assert len(found) <= 91
     assert "has no section 'no'" in run("generate", "--help", "no").stderr
 
 
@@ -175,3 +181,14 @@ def test_a_report_of_a_bug_names_versions_and_kernels():
         "torch", "triton", "transformers", "tokenizers", "safetensors", "llguidance",
     ]  # fmt: skip
     assert all(found.values())
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1h30m", 5400), ("90 min", 5400), ("1.5d", 129_600), ("45", 45)])
+def test_a_time_may_have_several_units(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1h30", "h", "3 weeks", ""])
+def test_a_time_of_other_units_is_refused_as_it_was_given(text):
+    with pytest.raises(ConfigError, match=f"cannot read '{text}' as a time"):
+        parse_seconds(text)

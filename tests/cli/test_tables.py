@@ -9,7 +9,8 @@ from contextlib import redirect_stdout
 import pytest
 from cli_harness import Terminal
 
-from pagedcli.show.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, print_tables
+from pagedcli.records import Column, count
+from pagedcli.show.tables import Format, Table, as_csv, as_markdown, as_text, print_tables
 
 COLUMNS = [Column("name", "name"), Column("num_blocks", "blocks", count), Column("why", "why")]
 ROWS = [{"name": "a", "num_blocks": 1234567, "why": "short"}, {"name": "日本", "num_blocks": None, "why": "x " * 40}]

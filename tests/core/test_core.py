@@ -165,7 +165,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, stat
 
     def emit(event):
         assert states or getattr(event, "block_ids", True) or isinstance(event, DraftChecked), "it is about no block"
-        checker.apply(event)
+        checker(event)
 
     for number, asked in enumerate(requests):
         expected |= alone(number, asked, windows=windows)

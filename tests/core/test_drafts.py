@@ -114,7 +114,7 @@ def test_drafts_take_only_empty_blocks_and_what_the_step_leaves_of_its_tokens(st
     assert min(counts) > 0
     drafted = 0
     for event in events:
-        checker.apply(event)
+        checker(event)
         drafted = drafted or isinstance(event, TokensDrafted)
     assert drafted
 
@@ -136,7 +136,7 @@ def test_tokens_after_the_end_are_dropped_with_their_log_probabilities():
 def test_where_the_logits_are_no_numbers_the_tokens_before_count_and_the_trace_is_lawful(drafter):
     checker = TraceChecker()
     choose = lambda context, draw: None if len(context) > 6 else 1  # noqa: E731
-    sim = Simulation(40, emit=checker.apply, trace_tokens=True, drafter=drafter, choose=choose, **ROOMY)
+    sim = Simulation(40, emit=checker, trace_tokens=True, drafter=drafter, choose=choose, **ROOMY)
     seq = sim.add([1, 2, 3], 9, request_id="0")
     sim.run()
     assert (seq.finish_reason, seq.output_token_ids) == ("error", [1] * 4)

@@ -22,7 +22,7 @@ def job(least, *, num_rows=44, num_blocks=4000, runs_ahead=False):
     checker, reasons = TraceChecker(), []
 
     def emit(event):
-        checker.apply(event)
+        checker(event)
         if isinstance(event, RequestWaiting):
             reasons.append(event.reason)
 

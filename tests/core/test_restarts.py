@@ -94,7 +94,7 @@ def test_after_a_restart_every_request_gets_the_tokens_that_it_gets_alone(reques
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(3):
             laws = TraceChecker()
-            sim = engine(Path(folder), emit=laws.apply, trace_tokens=True, **limits)
+            sim = engine(Path(folder), emit=laws, trace_tokens=True, **limits)
             got, _ = play(sim, requests, [], after_step=partial(same_pool, sim, laws.state))
             sim.cache.store.close(1.0)
             assert got == {number: expected[number] for number in got}
@@ -108,7 +108,7 @@ def test_a_block_read_for_a_salted_prompt_may_have_held_others(tmp_path):
     """The laws took it for a block of the tokens before."""
     for salted, other in (([0, 0, 1], []), ([0, 0, 2], [[number] * 4 for number in range(1, 7)])):
         laws = TraceChecker()
-        sim = engine(tmp_path, num_blocks=4, emit=laws.apply, trace_tokens=True)
+        sim = engine(tmp_path, num_blocks=4, emit=laws, trace_tokens=True)
         run(sim, *other)
         outputs = run(sim, salted, salted, [3, 3], cache_salt="a")
         sim.cache.store.close(1.0)

@@ -34,7 +34,7 @@ def found(output):
 def test_each_token_is_computed_once_for_every_cut_of_blocks(num_context, size):
     context, continuations = list(range(num_context)), [[7], [8, 9], [7, 8, 9, 7, 8], [6] * 4]
     checker = TraceChecker()
-    engine = Simulation(60, size, emit=checker.apply, trace_tokens=True, max_num_seqs=2)
+    engine = Simulation(60, size, emit=checker, trace_tokens=True, max_num_seqs=2)
     hits = (num_context - 1) // size * size
     for turn, hit in enumerate((0, hits)):
         before = engine.stats.num_computed_tokens
@@ -100,7 +100,7 @@ class ScoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.checker = TraceChecker()
-        self.engine = Simulation(7, 2, emit=self.checker.apply, trace_tokens=True, max_num_seqs=3, **self.changes)
+        self.engine = Simulation(7, 2, emit=self.checker, trace_tokens=True, max_num_seqs=3, **self.changes)
         self.open = {}
         self.number = 0
 
@@ -196,7 +196,7 @@ class WindowMachine(ScoreMachine):
 def test_a_continuation_whose_scores_are_unread_is_not_preempted():
     """Its end would come between the reason why it waits and the report of the step."""
     checker = TraceChecker()
-    engine = Simulation(7, 2, emit=checker.apply, trace_tokens=True, max_num_seqs=3, runs_ahead=True)
+    engine = Simulation(7, 2, emit=checker, trace_tokens=True, max_num_seqs=3, runs_ahead=True)
     outputs = []
     for name, context in (("a", [0]), ("b", [0]), ("long", [0] * 9)):
         engine.add(context, request_id=name)

@@ -13,11 +13,11 @@ import time
 from pagedcli.buckets import Folder
 from pagedcli.cli import queue as cli_queue
 from pagedcli.cli.main import app
-from pagedcli.distributed import leases
+from pagedcli.distributed import leases, queue
 
 lease_s, last, clock_off_s, *sys.argv[1:] = sys.argv[1:]
 leases.LEASE_S = cli_queue.LEASE_S = float(lease_s)
-cli_queue._POLL_S = leases.LEASE_S / 8
+queue.POLL_S = leases.LEASE_S / 8
 right_time = time.time
 time.time = lambda: right_time() + float(clock_off_s)
 

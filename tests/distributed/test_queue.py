@@ -28,7 +28,6 @@ from ray_harness import FLAGS, rows, write_rows
 from pagedcli.batch.journal import RECORD_VERSION, RunRecord, journal_path, write_record
 from pagedcli.batch.lines import InputScan
 from pagedcli.buckets import Folder
-from pagedcli.cli import queue as cli_queue
 from pagedcli.cli.main import app
 from pagedcli.distributed.leases import LEASE_S
 from pagedcli.distributed.parts import ROWS, SCHEMA_VERSION, Manifest, PartFolder
@@ -45,7 +44,7 @@ class FakeWorker:
     def __init__(self, folder, name):
         self.parts, self.name, self.is_alive = PartFolder(folder), name, True
 
-    def run_part(self, number, *, is_lost):
+    def run_part(self, number):
         path = self.parts.part(number)
         journal = journal_path(path)
         before = journal.read_text() if journal.exists() else ""
@@ -58,7 +57,7 @@ class FakeWorker:
             input=InputScan("", 1), fingerprint={"shard": self.parts.manifest.shard(number)},
         )  # fmt: skip
         write_record(path, record)
-        return not is_lost() or True
+        return True
 
 
 class LeasesOfWorkers(RuleBasedStateMachine):
@@ -67,7 +66,7 @@ class LeasesOfWorkers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.root = TemporaryDirectory()
-        self.now_s = 0.0
+        self.now_s, self.renewed_s = 0.0, {}  # by lease
         root = f"memory://queue{next(numbers)}"
         manifest = Manifest(
             pagedcli_parts=SCHEMA_VERSION, created_s=0, fingerprint={}, suffix=".jsonl", num_rows=[1] * NUM_PARTS,
@@ -93,7 +92,7 @@ class LeasesOfWorkers(RuleBasedStateMachine):
             while (lease := queue.take()) is not None:
                 queue.run(lease, worker)
             self.now_s += LEASE_S
-        assert queue.update() == []
+        assert queue.left == []
         for number in range(NUM_PARTS):
             name = f"part-{number:05}.jsonl"
             record = msgspec.json.decode(queue.output.read(f"{name}.run.json"), type=RunRecord)
@@ -111,10 +110,10 @@ class LeasesOfWorkers(RuleBasedStateMachine):
     def take(self, number):
         queue, _, held = self.workers[number]
         if (lease := queue.take()) is not None:
-            for other, _, others in self.workers:  # the clock of a worker is that of its leases
-                silent_s = [other.leases._clock() - each.renewed_s for each in others if each.name == lease.name]
-                assert all(each >= LEASE_S for each in silent_s), "it was taken from a living worker"
+            others = [each for *_, leases in self.workers for each in leases if each.name == lease.name]
+            assert all(self.now_s - self.renewed_s[each] >= LEASE_S for each in others), "its holder lives"
             held.append(lease)
+            self.renewed_s[lease] = self.now_s
 
     @rule(number=st.integers(0, 2), stops=st.booleans())
     def make(self, number, stops):
@@ -135,7 +134,10 @@ class LeasesOfWorkers(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 2))
     def renew(self, number):
-        self.workers[number][0].leases.renew()
+        queue, _, held = self.workers[number]
+        for lease in held:
+            queue.leases.renew(lease)
+            self.renewed_s[lease] = self.now_s
 
     @rule(number=st.integers(0, 2))
     def die(self, number):
@@ -181,13 +183,8 @@ def check_merged(folder, out):
     assert rows(folder / "merged.jsonl") == rows(folder / "single.jsonl")
 
 
-@pytest.fixture
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(cli_queue, "_POLL_S", 0.02)
-
-
 @pytest.mark.long
-def test_a_worker_makes_the_rows_of_one_run_and_says_what_is_left(tmp_path, no_waiting, monkeypatch):
+def test_a_worker_makes_the_rows_of_one_run_and_says_what_is_left(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_all_kinds(tmp_path / "in.jsonl", 24)
     pagedcli("generate", "in.jsonl", "-o", "single.jsonl", *ARGUMENTS, expect=3)
@@ -204,7 +201,7 @@ def test_a_worker_makes_the_rows_of_one_run_and_says_what_is_left(tmp_path, no_w
     other = pagedcli(*command, "--temperature", 1, expect=2).stderr
     assert all(word in other for word in ("temperature", "input: in.jsonl of"))
     assert "another run" in pagedcli(*command[:4], "--queue", "new", expect=2).stderr
-    assert "--queue cannot be combined with --ray" in pagedcli(*command, "--ray", expect=2).stderr
+    assert "--status needs --queue" in pagedcli("generate", "--status", expect=2).stderr
 
 
 def start(folder, url, *, last="-", lease_s=1.0, clock_off_s=0, name="in.jsonl"):

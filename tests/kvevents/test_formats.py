@@ -12,6 +12,7 @@ from pagedcli.kvevents.formats import decode_batch
 from pagedcli.kvevents.redact import Redactor
 from pagedcli.kvevents.tree import History, Node
 from pagedcli.kvevents.wire import (
+    END_OF_REPLAY,
     MAX_PAYLOAD_BYTES,
     Cleared,
     Created,
@@ -197,7 +198,7 @@ def test_frames_are_told_apart():
     assert split_frames([b"", seq, payload]) == Frames(b"", 7, payload)  # a replay of four frames, as a dealer sees it
     assert split_frames([b"", b"kv", seq, payload]) == Frames(b"kv", 7, payload)  # and of five
     assert split_frames([payload]) == Frames(b"", None, payload)
-    assert split_frames([b"", b"\xff" * 8, b""]).ends_replay
+    assert split_frames([b"", b"\xff" * 8, b""]).seq == END_OF_REPLAY
 
 
 @pytest.mark.parametrize("frames", [

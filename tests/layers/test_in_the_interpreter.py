@@ -11,9 +11,13 @@ TESTS = Path(__file__).parents[1]
 # most of the time, and less of what is found
 WHOLE_ENGINES = {"attention/test_pretend_cuda.py", "runner/test_pretended_models.py"}
 KERNELS = {"layers/test_kernel_guard.py"}
-KERNELS |= {f"layers/test_triton_{name}.py" for name in ("experts", "layers", "recurrent", "sampling", "weights")}
+KERNELS |= {
+    f"layers/test_triton_{name}.py" for name in ("experts", "layers", "recurrent", "sampling", "stream", "weights")
+}
 
-WITH_SLOW_TESTS = WHOLE_ENGINES | {f"layers/test_triton_{name}.py" for name in ("experts", "recurrent", "sampling")}
+WITH_SLOW_TESTS = WHOLE_ENGINES | {
+    f"layers/test_triton_{name}.py" for name in ("experts", "recurrent", "sampling", "stream")
+}
 
 
 @plain

@@ -16,22 +16,22 @@ pytest.importorskip("triton")
 CPU = torch.device("cpu")
 WIDTH, NUM_SLOTS = 24, 6
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
-DELTA = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 24, "kernel": 4}
+DELTA = {"num_key_heads": 2, "num_heads": 4, "key_dim": 16, "value_dim": 24, "kernel": 4}
 MAMBA = {
-    "num_heads": 4, "head_dim": 16, "num_groups": 2, "state_size": 24, "kernel": 4, "conv_bias": True,
-    "proj_bias": False, "step_limits": (0.01, 3.0), "norm_group": 32,
+    "num_heads": 4, "value_dim": 16, "num_key_heads": 2, "key_dim": 24, "kernel": 4, "conv_bias": True,
+    "proj_bias": False, "limits": (0.01, 3.0), "norm_group": 32,
 }  # fmt: skip
 SHAPES = {
     "gated delta": GatedDelta(**DELTA),
     "gated delta, interleaved": GatedDelta(**DELTA, interleaved=True),
     "gated delta, tiled": GatedDelta(**DELTA, tiled=True),
-    "gated delta, wide": GatedDelta(**{**DELTA, "num_value_heads": 2, "value_dim": 40, "kernel": 3}),
-    "gated delta, small": GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=12, kernel=2),
-    "kimi delta": KimiDelta(num_heads=3, head_dim=24, kernel=4),
-    "kimi delta, small": KimiDelta(num_heads=2, head_dim=8, kernel=3),
+    "gated delta, wide": GatedDelta(**{**DELTA, "num_heads": 2, "value_dim": 40, "kernel": 3}),
+    "gated delta, small": GatedDelta(num_key_heads=1, num_heads=2, key_dim=8, value_dim=12, kernel=2),
+    "kimi delta": KimiDelta(num_heads=3, num_key_heads=3, key_dim=24, value_dim=24, kernel=4),
+    "kimi delta, small": KimiDelta(num_heads=2, num_key_heads=2, key_dim=8, value_dim=8, kernel=3),
     "mamba": Mamba2(**MAMBA),
     "mamba, no bias": Mamba2(
-        **{**MAMBA, "num_heads": 2, "num_groups": 1, "conv_bias": False, "norm_group": 32, "kernel": 2}
+        **{**MAMBA, "num_heads": 2, "num_key_heads": 1, "conv_bias": False, "norm_group": 32, "kernel": 2}
     ),
     "short convolution": ShortConv(channels=WIDTH, kernel=3, bias=False),
     "short convolution, bias": ShortConv(channels=WIDTH, kernel=3, bias=True),
@@ -78,7 +78,7 @@ def body(shape, dtype):
     if isinstance(shape, ShortConv):
         parts["inner"] = linear(3 * WIDTH, WIDTH, 1)
     else:
-        heads = shape.num_value_heads if isinstance(shape, GatedDelta) else shape.num_heads
+        heads = shape.num_heads
         parts |= {"decay": -noise(heads, seed=5).exp(), "step_bias": noise(heads, seed=6)}
     if isinstance(shape, Mamba2):
         parts["inner"] = linear(shape.inner + shape.channels + heads, WIDTH, 1)
@@ -87,7 +87,7 @@ def body(shape, dtype):
         parts |= {"inner": linear(shape.channels + shape.inner, WIDTH, 1), "gates": linear(2 * heads, WIDTH, 9)}
         parts["gated_norm"] = noise(shape.value_dim, dtype=dtype, seed=7)
     if isinstance(shape, KimiDelta):
-        size, inner = shape.head_dim, shape.inner
+        size, inner = shape.key_dim, shape.inner
         parts |= {"decay_down": linear(size, WIDTH, 10), "decay_up": linear(inner, size, 11)}
         parts |= {"shares_down": linear(size, WIDTH, 12), "shares_up": linear(inner, size, 13)}
         parts |= {"inner": linear(3 * inner, WIDTH, 1), "gates": linear(heads, WIDTH, 9)}

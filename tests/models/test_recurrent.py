@@ -150,7 +150,7 @@ def test_kimi_linear_as_published_lists_its_layers_from_1_on(tmp_path):
     spec = read_spec(tmp_path)
     assert [layer.mixer.attends for layer in spec.layers] == [False, False, False, True] * 2
     state = spec.layers[0].mixer
-    assert (state.num_heads, state.head_dim, state.kernel) == (16, 64, 3)
+    assert (state.num_heads, state.key_dim, state.kernel) == (16, 64, 3)
     assert [mixer.rope for mixer in spec.attentions] == [None, None]
     experts = spec.experts
     assert (experts.num_experts, experts.num_per_token, experts.shared.width, experts.groups) == (32, 4, 2048, None)

@@ -232,6 +232,8 @@ def test_qwen_slides_only_where_its_config_says(fields, window, tmp_path):
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_causal": False}, "LlamaForCausalLM attends to later ones"),
+        ({"architectures": ["LlamaBidirectionalModel"]}, "LlamaBidirectionalModel attends to later ones"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not a causal"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),

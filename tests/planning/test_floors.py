@@ -38,8 +38,13 @@ def test_the_floor_of_a_list_of_prompts_is_that_of_the_simulated_run():
     workload = Requests(requests, format="prompts")
     plan = plan_for(workload, num_blocks=4096, block_size=1, max_num_seqs=12, max_num_batched_tokens=4096)
     floor = StepFloor.of(spec, weights, MACHINE, kv_dtype="bfloat16")
-    simulated = simulate(workload, plan, Schedule(step_time=floor)).total_s
-    assert simulated == pytest.approx(workload_floor(spec, weights, drawn, MACHINE).total_s, rel=0.01)
+
+    def step_ns(work, _scheduler):
+        queries = [(seq.num_computed_tokens, new) for seq, new in zip(work.seqs, work.num_new_tokens, strict=True)]
+        return round(1e9 * floor.seconds(queries, len(queries)))
+
+    simulated = simulate(workload, plan, Schedule(step_time=step_ns)).total_s
+    assert simulated == pytest.approx(workload_floor(spec, weights, drawn, MACHINE), rel=0.01)
 
 
 def test_layers_with_a_window_count_what_is_in_it(floor):

@@ -96,7 +96,7 @@ def test_beams_are_those_of_transformers(model, reference, length_penalty, early
 def test_pool_blocks_chunks_and_cache_never_change_the_beams(model, reference, config):
     checker = TraceChecker()
     engine = make_engine(model, max_model_len=128, **config)
-    engine = type(engine)(engine.config, emit=checker.apply)
+    engine = type(engine)(engine.config, emit=checker)
     prompts = ragged_prompts(8, seed=3)
     params = SamplingParams(beam_width=4, n=3, max_tokens=10, length_penalty=0.5)
     for number, prompt in enumerate(prompts):

@@ -38,7 +38,7 @@ def engine_with(path, folder=None, *, emit=None, **config):
     config = EngineConfig(
         model=str(path), device="cpu", prefix_store=folder and str(folder), **{"dtype": "float32", **ROOMY, **config}
     )
-    engine = LLMEngine(config, emit=emit or checker.apply, trace_tokens=True, with_store=True)
+    engine = LLMEngine(config, emit=emit or checker, trace_tokens=True, with_store=True)
     engine.checker = checker
     return engine
 

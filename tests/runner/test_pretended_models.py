@@ -137,6 +137,19 @@ def test_all_that_a_row_may_ask(kind, backend, tmp_path, gpu, monkeypatch):
     assert found == {name: pytest.approx(numbers, abs=allowed) for name, numbers in expected.items()}
 
 
+@interpreted
+def test_fused_kernels_give_the_same_tokens_in_five_launches_per_layer(tmp_path, gpu):
+    path = tiny_model("qwen3", tmp_path / "model")
+    engine = make_engine(path, gpu, gpu_kernels="fused")
+    assert run(engine, PROMPTS, PARAMS) == tokens(path)
+    check_no_waits(engine, gpu)
+    graph = engine.runner.graphs.bucket_for(1).graph
+    kernels = [operands[0].fn.__name__ for func, operands, _, _ in graph.operations if func.__name__ == "launch"]
+    assert kernels.count("product_kernel") == 4 * engine.model.spec.num_layers
+    assert kernels.count("decode_kernel") == engine.model.spec.num_layers
+    assert len(kernels) == 5 * engine.model.spec.num_layers + 5, "and the last norm and four of sampling"
+
+
 LOOPS = [
     ("dense", {"async_scheduling": False, "enforce_eager": True, "chunked_prefill_size": 9}),
     ("dense", {"attention_backend": "sdpa", "num_kvcache_blocks": 9}),

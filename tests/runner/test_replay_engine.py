@@ -69,7 +69,7 @@ def add(engine, number, rng):
 )
 def test_every_law_holds_for_the_real_engine(model, config, seed, ahead):
     checker = TraceChecker()
-    run(model, checker.apply, seed=seed, trace_tokens=True, async_scheduling=ahead, **config)
+    run(model, checker, seed=seed, trace_tokens=True, async_scheduling=ahead, **config)
     result = checker.result(())
     assert result.notes == ()
     assert result.state.num_used_blocks == 0
@@ -107,7 +107,7 @@ def test_the_figures_of_the_fold_are_those_of_the_engine(model):
 def results_of(path, requests, *, ahead, arrivals=None, **config):
     """All samples' results by (request, index), and the engine; the pool is compared with its events at every step."""
     checker = TraceChecker()
-    engine = make_engine(path, emit=checker.apply, trace_tokens=True, async_scheduling=ahead, **config)
+    engine = make_engine(path, emit=checker, trace_tokens=True, async_scheduling=ahead, **config)
     state = checker.state
     waiting = list(enumerate(requests))
     results = {}

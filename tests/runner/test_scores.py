@@ -107,7 +107,7 @@ LIKE_OTHERS = ("sinks and experts-*", "experts-*", "mamba-*", "convolution-*")
 def test_scores_are_those_of_prompt_logprobs_bit_for_bit(model, config):
     path, expected = model
     requests, checker = rows(), TraceChecker()
-    engine = make_engine(path, emit=checker.apply, trace_tokens=True, **ROOMY, **config)
+    engine = make_engine(path, emit=checker, trace_tokens=True, **ROOMY, **config)
     found = outputs(engine, requests)
     assert [plain(output) for output in found] == expected
     assert not engine.stats.num_preemptions
@@ -124,7 +124,7 @@ def test_preemptions_change_no_bit(model, num_sequences, ahead):
     most = make_engine(path, **{**ROOMY, "max_model_len": 64}).limits.tables.most_blocks(LONGEST, 7)
     config = {"block_size": SIZE, "max_model_len": LONGEST, "num_kvcache_blocks": int(num_sequences * most)}
     config |= {"chunked_prefill_size": 7, "async_scheduling": ahead}
-    engine = make_engine(path, emit=checker.apply, trace_tokens=True, **config)
+    engine = make_engine(path, emit=checker, trace_tokens=True, **config)
     found = outputs(engine, requests)
     assert [plain(output) for output in found] == expected
     once = num_computed(requests, [output.num_cached_tokens for output in found])  # but for what is found afterwards

@@ -69,7 +69,7 @@ def outcome(path, *, drafter=None, speculation="ngram", **config):
     config = {"dtype": "float32", "seed": 5, **config}
     engine = LLMEngine(
         EngineConfig(model=str(path), device="cpu", speculation=speculation, **config),
-        emit=checker.apply, trace_tokens=True,
+        emit=checker, trace_tokens=True,
     )  # fmt: skip
     if drafter is not None:
         engine.scheduler.drafting = EveryGuess(drafter)

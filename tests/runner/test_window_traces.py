@@ -78,7 +78,7 @@ def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():
     checker, used = TraceChecker(), []
 
     def emit(event):
-        checker.apply(event)
+        checker(event)
         if isinstance(event, StepFinished):
             used.append(checker.state.num_used_blocks)
 

@@ -15,7 +15,7 @@ from pagedcli.events import StepScheduled
 from pagedcli.show.report import PoolFrames, embedded_json, render_report
 from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.cache_groups import block_group_words, group_of, group_uses
+from pagedcli.views.cache_groups import group_of, group_uses, group_words
 
 NASTY = "</script><script>document.title='owned'</script>"
 CHINESE = "你好,世界"
@@ -350,7 +350,7 @@ def test_the_map_shows_the_groups_of_layers_by_number_alone_and_in_a_table(tmp_p
         assert row == [str(use.group), str(use.group), window, "1 of 1", used, *counts, "0 B"]
     assert [block_id for block_id, _ in found["words"]] == [i for i, group in enumerate(groups) if group is not None]
     for block_id, words in found["words"]:
-        assert f", {block_group_words(state, block_id)}" in words
+        assert f", {group_words(state.started, group_of(state, block_id))}" in words
     assert f", group {groups[found['block']]}" in found["story"]
 
 

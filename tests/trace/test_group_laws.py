@@ -8,7 +8,7 @@ from pagedcli.app.sequences import block_facts, sequence_facts
 from pagedcli.errors import TraceError
 from pagedcli.events import BlockCopied, CacheGroup, StepFinished
 from pagedcli.trace.check import TraceChecker
-from pagedcli.views.cache_groups import block_group_words, group_of, group_uses
+from pagedcli.views.cache_groups import group_of, group_uses, group_words
 from pagedcli.views.moment import Moment
 
 WINDOWS = (4, None, 6)
@@ -81,7 +81,7 @@ def test_a_block_of_other_bytes_than_the_largest_group_takes_is_refused(events, 
 def test_each_block_belongs_to_the_group_of_its_place_in_every_table(windows, fails):
     checker, num_copies = TraceChecker(), 0
     for event in simulated(num_blocks=16 * len(windows), windows=windows, fails=fails):
-        checker.apply(event)
+        checker(event)
         state = checker.state
         num_copies += isinstance(event, BlockCopied)
         for seq in state.running() if isinstance(event, StepFinished) else ():  # copies leave tables open in between
@@ -107,11 +107,14 @@ def test_what_a_group_leaves_of_its_blocks_is_unused():
     assert (narrow.used_bytes, narrow.used_blocks, narrow.unused_bytes) == (48, 3, 0)
     assert (wide.used_bytes, wide.used_blocks, wide.unused_bytes) == (32, 3, 3 * 16)
     first, second, *_ = state.seqs[0].block_table
-    assert block_group_words(state, first) == "group 0: layer 0, window 4, 3 KV heads of 2, 48 B of 48 B used"
+    assert (
+        group_words(state.started, group_of(state, first))
+        == "group 0: layer 0, window 4, 3 KV heads of 2, 48 B of 48 B used"
+    )
     moment = Moment()
     moment.state = state
     assert "that no later token sees; one table for all layers" in sequence_facts(moment, state.seqs[0]).plain
     lines = block_facts(moment, second).plain.splitlines()
     assert lines[-1] == "layers     group 1: layers 1 2, no window, 1 KV head of 2, 32 B of 48 B used"
     empty = next(block_id for block_id in range(20) if block_id not in state.seqs[0].block_table)
-    assert block_group_words(state, empty) is None
+    assert group_of(state, empty) is None

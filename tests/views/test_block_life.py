@@ -7,6 +7,7 @@ from cli_harness import pagedcli
 from harness.core import EventList, Simulation, simulated, write
 
 from pagedcli.events import StepScheduled
+from pagedcli.records import hash_text
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.block_life import BlockLife
 from pagedcli.views.cache_groups import group_of
@@ -30,7 +31,7 @@ def test_owners_contents_and_groups_are_those_of_the_pool_at_every_step(seed, nu
             assert {(each.seq_id, each.place) for each in life.owners} == expected
             block_hash = state.hashes[life.block_id]
             kept = life.contents[-1] if life.contents and life.contents[-1].until is None else None
-            assert (None if kept is None else kept.hash) == block_hash
+            assert (None if kept is None else kept.hash) == hash_text(block_hash)
             held = {each.group for each in [*life.owners, *([] if kept is None else [kept])]}
             assert held == ({group_of(state, life.block_id)} - {None})
     assert any(each.end == "preempted" for life in lives for each in life.tenures)

@@ -9,7 +9,7 @@ turns with runs as they are.
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 
@@ -43,7 +43,7 @@ class Cure:
     flags: list[str]  # empty for a change of the prompts
     hit_rate: float  # share of the prompts' tokens, as it is
     hit_rate_after: float
-    saved_tokens_share: float | None = None  # of all computed tokens; None: not simulated
+    saved_tokens_share: float | None = None  # share of all computed tokens; None: not simulated
     saved_seconds: float | None = None  # None: the time of steps is not known, or the run is short
 
 
@@ -56,25 +56,18 @@ class Trial:
     gain: float  # share of the computed tokens that it saves
     is_sure: bool  # whether it saves tokens, takes no more time, and refuses no request more
 
-    @property
-    def is_cure(self) -> bool:
-        return self.is_sure and self.gain >= WORTH_SAYING
 
-
-@dataclass(slots=True)
 class Trials:
-    """Runs of a subject with other settings or requests, for at most `budget_s` seconds of processor time."""
+    """Runs of a subject with other settings or requests, for at most `budget_s` seconds of processor time. `base`: the
+    run as it is; None: it has not been simulated yet. `found`: what pools of other sizes find, if that is known."""
 
-    subject: Subject
-    base: Forecast | None = None  # the run as it is; None: it has not been simulated yet
-    budget_s: InitVar[float | None] = None
-    found: Hits | None = None  # what pools of other sizes find, if that is known
-    tried: list[Trial] = field(default_factory=list)
-    _runs: dict[tuple[Limits, str], Forecast] = field(default_factory=dict)
-    _deadline_s: float = field(init=False)  # on the clock of the thread
-
-    def __post_init__(self, budget_s: float | None) -> None:
-        self._deadline_s = inf if budget_s is None else time.thread_time() + budget_s
+    def __init__(
+        self, subject: Subject, base: Forecast | None = None, budget_s: float | None = None, found: Hits | None = None
+    ) -> None:
+        self.subject, self.base, self.found = subject, base, found
+        self.tried: list[Trial] = []
+        self._runs: dict[tuple[Limits, str], Forecast] = {}
+        self._deadline_s = inf if budget_s is None else time.thread_time() + budget_s  # seconds on the thread's clock
 
     @property
     def as_it_is(self) -> Forecast:
@@ -136,7 +129,7 @@ class Trials:
     def best(self) -> list[Trial]:
         """The sure ones, best first; of equally good ones the cheapest."""
         order = {kind: place for place, kind in enumerate(KINDS)}
-        sure = [trial for trial in self.tried if trial.is_cure]
+        sure = [trial for trial in self.tried if trial.is_sure and trial.gain >= WORTH_SAYING]
         return sorted(sure, key=lambda each: (-round(each.gain / _AS_GOOD), order.get(each.setting.kind, 0)))
 
 

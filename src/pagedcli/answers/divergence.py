@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.core.prefixes import BLOCK_SIZES
+from pagedcli.core.prefixes import BLOCK_SIZES, num_equal
 from pagedcli.errors import RequestError
 from pagedcli.planning import differences as diff
-from pagedcli.planning.differences import Difference, Place
+from pagedcli.planning.differences import Difference
 from pagedcli.planning.equal_runs import (
     EqualWindow,
     Ids,
@@ -92,7 +92,6 @@ class Divergence:
         return self.rate_in_file, max(0.0, self.new_rate - self.margin), True
 
     def finding(self, block_size: int) -> str:
-        """Where prompts diverge, in words."""
         what = "drawn prompt" if self.is_sample else "prompt"
         prompts = f"{self.num_prompts:,} of {plural(self.num_looked_at, what)}"
         if self.action == "one salt":
@@ -129,7 +128,6 @@ class Change:
     kind: str
     apply: Callable[[Texts], list[str]]
     differences: Sequence["_Compared"] = ()
-    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,7 @@ class Finder:
     decode: Callable[[Ids], str] = _as_text
     encode: Encode = _all_ids
     template: Ids = ()
-    marks: re.Pattern[str] = diff.MARK  # of messages: no text moves over one
+    marks: re.Pattern[str] = diff.MARK  # marks of messages: no text moves over one
     num_in_file: int | None = None  # prompts, if more than are looked at
     rates_in_file: Mapping[int, float] = field(default_factory=dict)  # block size -> hits of the whole file as it is
 
@@ -264,7 +262,7 @@ class Finder:
         size = self.block_size
         if not self._are_enough(int((state.hits == 0).sum()), len(state.ids)):
             return []
-        in_template = max((num_equal_ids(ids, self.template) for ids in state.ids[:100]), default=0)
+        in_template = max((num_equal(ids, self.template) for ids in state.ids[:100]), default=0)
         best: tuple[int, Ints] | None = None
         for smaller in sorted((each for each in BLOCK_SIZES if each < size), reverse=True):
             shared = shared_tokens(state.ids, state.salts, smaller)
@@ -354,10 +352,10 @@ class Finder:
                 continue
             if place.values:
                 apply = partial(diff.replaced, place=place, new=partial(_first, place.values[0]))
-                changes.append(Change("normalize", place.kind, apply, group, place))
+                changes.append(Change("normalize", place.kind, apply, group))
             if place.kind not in ("start", "blank", "template"):
                 apply = partial(diff.moved, place=place, tail=tail, has_words=self.has_words, marks=self.marks)
-                changes.append(Change("move", place.kind, apply, group, place))
+                changes.append(Change("move", place.kind, apply, group))
         return changes
 
     def _tail(self, texts: Texts) -> str:
@@ -461,11 +459,6 @@ def _rate(ids: Sequence[Ids], hits: Ints) -> float:
 
 def _first(value: str, _: str) -> str:
     return value
-
-
-def num_equal_ids(a: Ids, b: Ids) -> int:
-    """The length of the common beginning of token ids."""
-    return common_prefix(_as_text(a), _as_text(b))
 
 
 def _groups(compared: Sequence[_Compared]) -> list[list[_Compared]]:

@@ -38,8 +38,7 @@ MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 class PromptScan:
     """One pass over a prompt file."""
 
-    spec: ModelSpec | None  # None: a tokenizer's folder without config.json
-    max_model_len: int | None  # tokens
+    max_model_len: int | None  # tokens; None: a tokenizer's folder without config.json
     plan: PromptSurvey
     tokenizer: Tokenizer
     drawn: PromptSample = field(default_factory=PromptSample)  # sample of the prompts, to find where they diverge
@@ -48,6 +47,7 @@ class PromptScan:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
+    first_ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> its first line
     scores: Counter[str] = field(default_factory=Counter)  # counts of scored rows and tokens: see add_scored
 
     def add_scored(self, num_context: int, num_known: int, continuations: list[list[int]], block_size: int) -> None:
@@ -117,7 +117,7 @@ def scan_prompts(
     prompts = open_prompts(
         loaded, input_name, folder, limits or without_pool, lines=lines, tokenizer=tokenizer, observe=observe
     )
-    scan = PromptScan(spec, max_model_len, survey, prompts.tokenizer, drawn or PromptSample())
+    scan = PromptScan(max_model_len, survey, prompts.tokenizer, drawn or PromptSample())
     grammars = None
     if spec is not None:  # a run also refuses grammars that do not compile
         grammars = Grammars(prompts.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
@@ -144,15 +144,16 @@ def scan_prompts(
                 num_known *= engine.enable_prefix_caching
                 scan.scores["num_rows"] += prompt is row.prompts[0]
                 scan.add_scored(len(prompt.token_ids), num_known, prompt.scored.continuations, engine.block_size)
-    scan.num_rows, scan.num_deduplicated, scan.ignored = prompts.num_rows, prompts.num_deduplicated, prompts.ignored
+    scan.num_rows, scan.num_deduplicated = prompts.num_rows, prompts.num_deduplicated
+    scan.ignored, scan.first_ignored = prompts.ignored, prompts.first_ignored
     return scan
 
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """What a sample lets expect of a file."""
+    """What a sample says of its file."""
 
-    scan: PromptScan  # of the sample
+    scan: PromptScan  # the scan of the sample
     rows: About
     prompt_tokens: About
     run: Forecast | None = None  # its hit rate is a lower bound: more rows have more beginnings in common
@@ -166,8 +167,8 @@ def first_answer(
     decision: "planning.decision.Decision | None",
     requests: PromptRequests,
 ) -> FirstAnswer | None:
-    """What the sample lets expect. `requests` is empty, and receives those of the sample; `decision`: the engine, if a
-    block fits. None: no row of the sample is valid."""
+    """What the sample says. `requests` is empty, and receives those of the sample; `decision`: the engine, if a block
+    fits. None: no row of the sample is valid."""
     limits = None if decision is None else decision.expected_plan.limits
     scan = scan_prompts(loaded, "", folder, spec, limits=limits, requests=requests, lines=sample)
     if not requests.workload.requests:

@@ -102,6 +102,7 @@ class PlayerApp(App[None]):
         *(Binding(digit, f"ask_step('{digit}')", show=False) for digit in "0123456789"),
     ]
     MORE_KEYS = ""
+    main_panel: Painted  # the panel with the focus at first
 
     def __init__(self, player: Player[Any], title: str) -> None:
         super().__init__()
@@ -147,17 +148,11 @@ class PlayerApp(App[None]):
             self._show_head()
 
     def refresh_all(self) -> None:
-        """Show the current moment."""
         self._show_head()
         if self.player.moment is not None:
             self.show_moment()
 
     # ------------------------------------------------------------------ for subclasses
-
-    @property
-    @abstractmethod
-    def main_panel(self) -> Painted:
-        """The panel that has the focus at first."""
 
     @abstractmethod
     def show_moment(self) -> None:
@@ -204,7 +199,8 @@ class PlayerApp(App[None]):
     def _notices(self) -> tuple[str, ...]:
         player = self.player
         speed = "" if player.speed is None else f"{player.speed:g} {player.unit}s/s"
-        return "PAUSED" if player.paused and not self._has_run else speed, player.place, self._said
+        has_run = self._is_live and player.is_at_end  # what is shown is the end of a run that was watched
+        return "PAUSED" if player.paused and not has_run else speed, player.place, self._said
 
     def _show_head(self) -> None:
         player, self._shown_notices = self.player, self._notices()
@@ -219,11 +215,6 @@ class PlayerApp(App[None]):
         self._show_head()
 
     # ------------------------------------------------------------------ keys
-
-    @property
-    def _has_run(self) -> bool:
-        """Whether what is shown is the end of a run that was watched."""
-        return self._is_live and self.player.is_at_end
 
     @property
     def has_ended(self) -> bool:
@@ -308,19 +299,13 @@ class PlayerApp(App[None]):
         """Do some work in a thread, then show its result: at once, if it takes no time."""
         outcome: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:
-                outcome.set_exception(error)
-
         def look() -> None:
             if outcome.done():
                 show(outcome.result())
             else:
                 self.set_timer(_KEY_TICK_S, look)
 
-        threading.Thread(target=run, name="look-up", daemon=True).start()
+        threading.Thread(target=_settle, args=(outcome, work), name="look-up", daemon=True).start()
         wait([outcome], _AT_ONCE_S)
         look()
 
@@ -373,10 +358,16 @@ class PlayerApp(App[None]):
         self._num_signals += 1
 
 
+def _settle(outcome: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 _WAIT_S = 0.1
-_SWITCH_S = (
-    0.0005  # a thread that waits for the interpreter gets it within this: the screen's must not hold up the work
-)
+# a thread that waits for the interpreter gets it within this: the screen's must not hold up the work
+_SWITCH_S = 0.0005
 
 
 def watch(app: PlayerApp, player: RunningPlayer[Any], work: Callable[[], T]) -> T:
@@ -388,11 +379,8 @@ def watch(app: PlayerApp, player: RunningPlayer[Any], work: Callable[[], T]) -> 
     outcome: Future[T] = Future()
 
     def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            player.closes_at_end = True  # so that its message is seen
-            outcome.set_exception(error)
+        _settle(outcome, work)
+        player.closes_at_end |= outcome.exception() is not None  # an open screen would hide the message
         player.finish()
 
     thread = threading.Thread(target=run, name="work", daemon=True)

@@ -23,7 +23,7 @@ from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState
 from pagedcli.views.cache_groups import alike, group_of, layers_words, window_words
 from pagedcli.views.moment import Moment
-from pagedcli.views.rows import block_kind
+from pagedcli.views.rows import block_kind, block_owners
 
 # block state: glyph, style, meaning
 _GLYPHS = {
@@ -88,7 +88,6 @@ class BlockMap(Painted):
         self._cursor = 0
 
     def show(self, moment: Moment, marked: set[int]) -> None:
-        """Draw a moment with some blocks marked."""
         num_before = None if self._moment is None else self._moment.state.num_blocks
         self._moment, self._marked = moment, marked
         if num_before != moment.state.num_blocks:
@@ -129,16 +128,12 @@ class BlockMap(Painted):
         if self._moment is None:
             return ""
         state = self._moment.state
-        holders: dict[int, list[str]] = {}
-        for seq in state.running():
-            for block_id in seq.held_block_ids:
-                holders.setdefault(block_id, []).append(str(seq.seq_id))
-        has_groups = state.num_groups > 1
+        owners, has_groups = block_owners(state), state.num_groups > 1
         rows = ["\t".join(["block", "state", "ref count", "content", *["group"] * has_groups, "held by seq"])]
         for block_id in self._shown:
             content = state.hashes[block_id]
-            kind, held = _kind(state, block_id)[0], " ".join(holders.get(block_id, ()))
-            group = group_of(state, block_id)
+            kind, group = block_kind(state, block_id), group_of(state, block_id)
+            held = " ".join(str(seq.seq_id) for seq, _ in owners.get(block_id, ()))
             cells = [block_id, kind, state.ref_counts[block_id], "" if content is None else f"{content:016x}"]
             rows.append("\t".join(map(str, [*cells, *["" if group is None else group] * has_groups, held])))
         return "\n".join(rows) + "\n"
@@ -244,7 +239,7 @@ class BlockMap(Painted):
             return Text(f"{blocks}: {how}, z the blocks in use")
         holders = [seq.seq_id for seq in state.running() if block_id in seq.block_table]
         held = f"held by seq {', '.join(map(str, holders[:8]))}{' ...' if len(holders) > 8 else ''}"
-        kind = _GLYPHS[_kind(state, block_id)[0]][2] if not holders else held
+        kind = held if holders else _GLYPHS[block_kind(state, block_id)][2]
         group = group_of(state, block_id) if state.num_groups > 1 else None
         of_group = "" if group is None else f", group {group} ({window_words(state.started.groups[group])})"
         return Text(f"block {block_id:,}{of_group}: {kind}; Enter shows what it held")
@@ -314,7 +309,6 @@ def _cells(
 
 
 def _values(of_blocks: list[T], ids: Sequence[int]) -> list[T]:
-    """The values of these blocks."""
     return of_blocks[ids.start : ids.stop] if isinstance(ids, range) else [of_blocks[i] for i in ids]
 
 
@@ -326,7 +320,6 @@ def _kind(state: PoolState, block_id: int) -> Look:
 
 
 def _summary(state: PoolState, ids: Sequence[int]) -> Look:
-    """Several blocks as one cell."""
     counts, hashes = _values(state.ref_counts, ids), _values(state.hashes, ids)
     num_free, num_exclusive, num_unhashed = counts.count(0), counts.count(1), hashes.count(None)
     if num_free + num_exclusive < len(counts):

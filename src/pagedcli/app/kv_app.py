@@ -6,6 +6,7 @@ Its players show snapshots of a server's prefix trees, live or recorded.
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import Any, ClassVar, get_args
 
@@ -23,9 +24,9 @@ from pagedcli.app.base import LIST_BINDINGS, PlayerApp
 from pagedcli.app.commands import Command
 from pagedcli.app.pages import LinePrompt, StoryPage
 from pagedcli.app.player import Player, Recording, RunningPlayer
-from pagedcli.app.rows import Lines, Painted, Rows
+from pagedcli.app.rows import Lines, Rows
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Cause, Shapes, TreeBranch, branch_label, hash_text, largest_branches, token_ids
+from pagedcli.kvevents.tree import Cause, TreeBranch, TreeShape, branch_label, hash_text, largest_branches, token_ids
 from pagedcli.printable import one_line, plural, seconds_text
 from pagedcli.show.kv_tables import CacheRow, LoraRow, cache_rows, facts, limits, lora_rows
 from pagedcli.trace.tokens import Decode
@@ -52,17 +53,15 @@ class Snapshot:
 
     @classmethod
     def of(cls, state: KVState, seconds: float) -> "Snapshot":
-        """The snapshot of a state, whose trees it walks."""
         trees = sorted(state.trees, key=lambda tree: -tree.num_resident)[:_MOST_TREES]
-        branches: list[tuple[TreeBranch, float]] = []
-        shapes = Shapes()
-        for tree in trees:
-            shape = shapes(tree)
-            total = shape.total_tokens or 1
-            most = _MOST_BRANCHES // len(trees)
-            branches += [(branch, branch.num_tokens / total) for branch in largest_branches(shape, most)]
+        shape_of = cache(TreeShape)
+        branches = [
+            (branch, branch.num_tokens / (shape_of(tree).total_tokens or 1))
+            for tree in trees
+            for branch in largest_branches(shape_of(tree), _MOST_BRANCHES // len(trees))
+        ]
         notes = [*reversed(state.notes), *limits(state)]
-        caches, adapters = cache_rows(state, shapes), lora_rows(state)
+        caches, adapters = cache_rows(state, shape_of), lora_rows(state)
         return cls(seconds, facts(state), caches, adapters, branches, why_of_server(state), notes)
 
 
@@ -220,7 +219,7 @@ class KVApp(PlayerApp):
         self._sort = 0
         self._filter = ""
         self._searched = ""
-        self._tree = Rows(id="tree", empty="no blocks")
+        self._tree = self.main_panel = Rows(id="tree", empty="no blocks")
         self._shown: dict[int, TreeBranch] = {}  # row -> its branch
         self._labels: dict[int, str] = {}
         self._figures = Static(id="figures")
@@ -265,10 +264,6 @@ class KVApp(PlayerApp):
 
     def legend(self) -> str:
         return _LEGEND
-
-    @property
-    def main_panel(self) -> Painted:
-        return self._tree
 
     def commands(self) -> list[Command]:
         return [
@@ -372,7 +367,11 @@ class KVApp(PlayerApp):
     def on_rows_row_chosen(self, message: Rows.RowChosen) -> None:
         branch = self._shown.get(message.key) if message.rows is self._tree else None
         if branch is not None:
-            lines = [_block_line(branch, place) for place in range(len(branch.nodes))]
+            lines = []
+            for depth, node in enumerate(branch.nodes, branch.depth):
+                state = f"{node.num_copies} resident" if node.cause is None else node.cause
+                block = f"block {hash_text(node.hash)}: {plural(node.num_tokens, 'token')}, {state}"
+                lines.append((f"at {depth:,}", block))
             page = StoryPage(branch_label(branch, None), _branch_facts(branch, self._decode))
             page.fill(lines)
             self.push_screen(page)
@@ -450,12 +449,6 @@ def _branch_facts(branch: TreeBranch, decode: Decode | None) -> Text:
         shown = " ".join(map(str, ids[:200])) if decode is None else decode(tuple(ids[:400]))
         lines.append(f"{'tokens' if decode is None else 'text':10} {one_line(shown)}")
     return Text("\n".join(lines))
-
-
-def _block_line(branch: TreeBranch, place: int) -> tuple[str, str]:
-    node = branch.nodes[place]
-    state = f"{node.num_copies} resident" if node.cause is None else node.cause
-    return f"at {branch.depth + place:,}", f"block {hash_text(node.hash)}: {plural(node.num_tokens, 'token')}, {state}"
 
 
 def _known(seconds: float | None) -> str:

@@ -155,8 +155,7 @@ class Recording(Player[M]):
         """Go to a place, as far as there is one, and pause."""
         self.paused = True
         self._target = max(0, min(position, self.last))
-        at_end = "this is the end" if position > self.last else "this is the beginning" if position < 0 else ""
-        return at_end
+        return "this is the end" if position > self.last else "this is the beginning" if position < 0 else ""
 
     @abstractmethod
     def landmarks(self, name: str) -> Sequence[int]:

@@ -1,6 +1,7 @@
 """The application of trace: the pool, the sequences, their stories."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import ClassVar
 
 from rich.cells import cell_len
@@ -16,9 +17,9 @@ from pagedcli.app.colours import MUTED
 from pagedcli.app.commands import Command, number
 from pagedcli.app.pages import LinePrompt, StoryPage, TablePage
 from pagedcli.app.pool_players import LivePlayer, PoolPlayer
-from pagedcli.app.rows import Lines, Painted, Rows
+from pagedcli.app.rows import Lines, Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows, block_facts, sequence_facts
-from pagedcli.app.timeline import TimeLine
+from pagedcli.app.timeline import BARS, TimeLine
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line, plural
 from pagedcli.show.panels import hit_lines, percent, work_lines
@@ -29,10 +30,9 @@ from pagedcli.views.moment import Moment
 from pagedcli.views.names import unknown_request
 from pagedcli.views.search import Hit, find
 from pagedcli.views.state_slots import slot_words, slots_line, state_slots
-from pagedcli.views.words import Story, waiting_reason
+from pagedcli.views.words import Story, block_story, sequence_story, waiting_reason
 
 _TITLE_SPACE = 4  # cells around a panel's title
-_BARS = "▁▂▃▄▅▆▇█"
 _LEGEND = """\
  time line     each column a step or several: blocks in use, cached, empty;
                P preempted, e evicted, ▲ shown. With the focus: up, down
@@ -111,7 +111,7 @@ class PoolApp(PlayerApp):
         self._list = SequenceList()
         self._time = TimeLine(id="time")
         self._map = BlockMap(id="map")
-        self._sequences = Rows(id="sequences", empty="no sequences")
+        self._sequences = self.main_panel = Rows(id="sequences", empty="no sequences")
         self._selected = Lines(id="selected")
         self._figures = Lines(id="figures", can_focus=True)
         self._events = Rows(id="events", empty="nothing yet")
@@ -152,10 +152,6 @@ class PoolApp(PlayerApp):
     def _show_verdict(self, lines: Sequence[str]) -> None:
         self._verdict.display = bool(lines)
         self._verdict.show(*(Text(one_line(line)) for line in lines))
-
-    @property
-    def main_panel(self) -> Painted:
-        return self._sequences
 
     @property
     def table_name(self) -> str:
@@ -264,8 +260,7 @@ class PoolApp(PlayerApp):
     def on_descendant_focus(self) -> None:
         self.call_after_refresh(self.refresh_all)  # the figures show more with the focus
 
-    def on_descendant_blur(self) -> None:
-        self.call_after_refresh(self.refresh_all)
+    on_descendant_blur = on_descendant_focus
 
     def action_sort(self) -> None:
         self._list.order = ORDERS[(ORDERS.index(self._list.order) + 1) % len(ORDERS)]
@@ -435,14 +430,15 @@ class PoolApp(PlayerApp):
     # ------------------------------------------------------------------ stories
 
     def on_rows_row_chosen(self, message: Rows.RowChosen) -> None:
-        seq, player = self._selected_seq(self._moment), self.pool_player
+        state, seq = self._moment.state, self._selected_seq(self._moment)
         if message.rows is self._sequences and seq is not None:
-            seq_id = seq.seq_id
-            self._tell(f"seq {seq_id}", sequence_facts(self._moment, seq), lambda: player.sequence_story(seq_id))
+            tell = partial(sequence_story, seq.seq_id, self.pool_player.events(), state)
+            self._tell(f"seq {seq.seq_id}", sequence_facts(self._moment, seq), tell)
 
     def on_block_map_block_chosen(self, message: BlockMap.BlockChosen) -> None:
-        block_id, player = message.block_id, self.pool_player
-        self._tell(f"block {block_id}", block_facts(self._moment, block_id), lambda: player.block_story(block_id))
+        block_id = message.block_id
+        tell = partial(block_story, block_id, self.pool_player.events())
+        self._tell(f"block {block_id}", block_facts(self._moment, block_id), tell)
 
     def _tell(self, title: str, facts: Text, story_of: Callable[[], Story]) -> None:
         can_go = not isinstance(self.player, LivePlayer)
@@ -471,4 +467,4 @@ def _hit_name(hit: Hit) -> str:
 def spark(values: Iterable[float], width: int) -> str:
     """The last shares between 0 and 1 as bars."""
     shown = list(values)[-width:]
-    return "".join(_BARS[min(7, int(8 * value))] for value in shown)
+    return "".join(BARS[min(7, int(8 * value))] for value in shown)

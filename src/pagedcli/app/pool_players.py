@@ -22,7 +22,7 @@ from pagedcli.views.moment import Landmark, Moment, Replay, landmark
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import WholeRun
-from pagedcli.views.words import StepEvent, Story, block_story, sequence_story, with_steps
+from pagedcli.views.words import StepEvent, with_steps
 
 _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
@@ -32,7 +32,7 @@ _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may tak
 
 
 class PoolPlayer(Player[Moment]):
-    """A player that also tells stories."""
+    """A player that also has the events of which stories are told."""
 
     series: StepSeries  # the pool at each step so far
 
@@ -43,15 +43,6 @@ class PoolPlayer(Player[Moment]):
     @abstractmethod
     def all_seqs(self) -> list[SeqState]:
         """All sequences that are known; of a recorded run those of later steps, too."""
-
-    def sequence_story(self, seq_id: int) -> Story:
-        """What happened to a sequence."""
-        assert self.moment is not None, "a sequence is selected in a moment"
-        return sequence_story(seq_id, self.events(), self.moment.state)
-
-    def block_story(self, block_id: int) -> Story:
-        """What happened to a block."""
-        return block_story(block_id, self.events())
 
 
 class ReplayPlayer(Recording[Moment], PoolPlayer):
@@ -227,7 +218,6 @@ class LivePlayer(RunningPlayer[Moment], PoolPlayer):
         self._moment, self._due_s = self.live.copy(), math.inf
 
     def finish(self) -> None:
-        """The run has ended or failed."""
         self._catch_up()
         self._moment = self.live
         super().finish()

@@ -63,7 +63,6 @@ class Painted(Widget):
             self._title, self.border_title = title, Content(title)
 
     def refresh_changed(self) -> None:
-        """Paint the lines again that have changed."""
         width, height = self.scrollable_content_region.size
         for y in range(height):
             if self.line(y, width) != self._painted.get(y):
@@ -174,7 +173,6 @@ class Rows(ScrollView, Painted):
         self._heading: Callable[[int], Text] | None = None
         self._cells: Callable[[int | None], Sequence[str]] | None = None
         self._cursor = 0
-        self._title = ""
 
     @property
     def cursor_key(self) -> int | None:

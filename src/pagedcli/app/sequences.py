@@ -13,7 +13,7 @@ from pagedcli.printable import one_line, plural
 from pagedcli.records import text as as_text
 from pagedcli.show.panels import block_ids_text, why_waiting
 from pagedcli.trace.seq_state import SeqState
-from pagedcli.views.cache_groups import block_group_words
+from pagedcli.views.cache_groups import group_of, group_words
 from pagedcli.views.conditions import Condition, fields, parse
 from pagedcli.views.moment import Moment
 from pagedcli.views.rows import Now, SequenceRow, block_owners, block_slots, chosen, num_tokens_of
@@ -67,8 +67,8 @@ def block_facts(moment: Moment, block_id: int) -> Text:
         found = state.hash_to_block_id.get(content)
         if found != block_id:
             lines.append(f"           block {found} has the same content, and lookups find that one")
-    if state.num_groups > 1 and (group := block_group_words(state, block_id)) is not None:
-        lines.append(f"layers     {group}")
+    if state.num_groups > 1 and (group := group_of(state, block_id)) is not None:
+        lines.append(f"layers     {group_words(state.started, group)}")
     return Text("\n".join(lines))
 
 
@@ -115,7 +115,6 @@ class SequenceList:
         return [row.seq for row in rows]
 
     def title(self, num_shown: int) -> str:
-        """What the list shows, in words."""
         matching = f" with {one_line(self.filter)!r}" if self.filter else ""
         return f"{'all' if self.with_finished else 'unfinished'} sequences{matching}: {num_shown:,}"
 
@@ -161,7 +160,6 @@ class SequenceRows:
         return Text(f"{cells}  {_LAST_NAME}" if width - len(cells) > _MIN_LAST else cells)
 
     def row(self, seq_id: int, width: int) -> Text:
-        """One sequence."""
         seq = self._state.seq(seq_id)
         if seq is None:  # it has left since
             return Text()

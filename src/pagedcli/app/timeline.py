@@ -18,7 +18,7 @@ from pagedcli.views.stats import StepSeries
 
 _USED, _CACHED = "green", "cyan"
 _CACHED_DARK = "#0e3a46"  # what is behind used blocks where cached ones begin within a cell
-_BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 _LEVELS = 8  # heights that a cell can show
 _MIN_STEPS = 8  # the fewest steps that a zoom shows
 _CURSOR = Style(color="bright_white", bgcolor="#5c4a12", bold=True)
@@ -230,11 +230,11 @@ def _bar(num_used: int, num_cached: int, num_blocks: int, height: int) -> list[B
         if used - low >= _LEVELS:
             cells.append(("█", _STYLES[_USED]))
         elif used > low:
-            cells.append((_BARS[used - low - 1], _USED_ON_CACHED if cached > used else _STYLES[_USED]))
+            cells.append((BARS[used - low - 1], _USED_ON_CACHED if cached > used else _STYLES[_USED]))
         elif cached - low >= _LEVELS:
             cells.append(("░", _STYLES[_CACHED]))
         elif cached > low:
-            cells.append((_BARS[cached - low - 1], _STYLES[_CACHED]))
+            cells.append((BARS[cached - low - 1], _STYLES[_CACHED]))
         else:
             cells.append(_BLANK)
     return cells[::-1]

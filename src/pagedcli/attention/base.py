@@ -86,7 +86,7 @@ class PagedBatch:
     others: "tuple[PagedBatch, ...]" = ()  # the same step in the model's other groups of layers (core.groups)
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
-    work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
+    work: Any = None  # result of the backend's prepare() for this step, shared by all layers
     late: LateTokens | None = None  # None: the hidden states of all new tokens are wanted
     # for recurrent layers, see StepInput
     state_reads: Tensor | None = None  # [B] int32, slot of each sequence's state before the step; -1: starts from zero
@@ -126,6 +126,7 @@ class AttentionSpec:
     kv_dtype: torch.dtype | None = None  # dtype of the cache; None: `dtype`. See Capabilities.kv_dtypes
     layers: frozenset[AttentionLayer] = frozenset()  # the different ones of the model
     capability: tuple[int, int] | None = None  # compute capability of a CUDA device
+    kernels: str = "auto"  # EngineConfig.gpu_kernels
 
     @property
     def heads(self) -> Heads:
@@ -177,6 +178,7 @@ class AttentionBackend(Protocol):
 
     name: str
     capabilities: Capabilities
+    kernels: str = "auto"  # AttentionSpec.kernels of a backend that has several
     # Address of the cache's description (native/paged_cache.h), for a decoder that attends within its own native call
     # with the address of batch.work. None: the backend has none.
     geometry_address: int | None = None

@@ -8,6 +8,7 @@ kernel variant would be compiled during the run.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a row of [groups, T]
@@ -114,6 +115,7 @@ def decode_kernel(
     out_ptr,
     partial_ptr,  # [parts * H, DV] float32: sums of weighted values; a part is one split of one new token
     partial_stat_ptr,  # [parts * H, 2] float32: maximum, sum of weights
+    counters_ptr,  # [B * G] int32, with FOLDED: splits that are done; 0 between kernels
     sinks_ptr,  # [H] float32, if SINKS
     first_part_ptr,  # [B]
     item_seq_ptr,
@@ -145,8 +147,14 @@ def decode_kernel(
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    FOLDED: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # see triton_launch.starts_early
 ):
-    """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once per group."""
+    """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once per group. With FOLDED
+    the last one of a (sequence, head) does what combine_kernel does."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     GROUP: tl.constexpr = H // G
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
@@ -227,6 +235,15 @@ def decode_kernel(
             tl.store(partial_ptr + part[:, None] * DV + dims[None, :], acc, mask=live)
             tl.store(partial_stat_ptr + part * 2, top, mask=row // GROUP < num_new)
             tl.store(partial_stat_ptr + part * 2 + 1, weight_sum, mask=row // GROUP < num_new)
+            if FOLDED:
+                tl.debug_barrier()  # all threads have stored before one of them says so
+                counter = counters_ptr + seq * G + head
+                if tl.atomic_add(counter, 1) == (total + SPLIT - 1) // SPLIT - first_split - 1:
+                    combine(
+                        seq, head, partial_ptr, partial_stat_ptr, out_ptr, sinks_ptr, first_part_ptr, cu_q_ptr,
+                        num_tokens_ptr, window, H, G, DV, ROWS, SPLIT, BLOCK_D, WINDOWED, SINKS,
+                    )  # fmt: skip
+                    tl.store(counter, 0)
         work += tl.num_programs(0)
 
 
@@ -249,9 +266,36 @@ def combine_kernel(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One program per (sequence, head): combines the sequence's splits in order."""
+    """One program per (sequence, head)."""
+    combine(
+        tl.program_id(0), tl.program_id(1), partial_ptr, partial_stat_ptr, out_ptr, sinks_ptr, first_part_ptr, cu_q_ptr,
+        num_tokens_ptr, window, H, G, DV, ROWS, SPLIT, BLOCK_D, WINDOWED, SINKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine(
+    seq,
+    head,
+    partial_ptr,
+    partial_stat_ptr,
+    out_ptr,
+    sinks_ptr,
+    first_part_ptr,  # [B], -1 for a sequence that the decode kernel does not serve
+    cu_q_ptr,
+    num_tokens_ptr,
+    window,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Combine the splits of a sequence in order."""
     GROUP: tl.constexpr = H // G
-    seq, head = tl.program_id(0), tl.program_id(1)
     first_part = tl.load(first_part_ptr + seq).to(tl.int64)
     total = tl.load(num_tokens_ptr + seq)
     first_row = tl.load(cu_q_ptr + seq)

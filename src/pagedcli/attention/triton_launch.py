@@ -5,6 +5,8 @@ the kernels of layers; constants are a kernel's last arguments. Imported only wh
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import triton
 from torch import Tensor
 
 Grid = tuple[int, int, int]
@@ -73,6 +75,13 @@ def programs_per_processor(compiled: Any, properties: Any) -> int:
     by_shared = properties.shared_memory_per_multiprocessor // (compiled.metadata.shared + _RESERVED_SHARED)
     by_threads = properties.max_threads_per_multi_processor // threads
     return max(1, min(int(by_registers), int(by_shared), int(by_threads)))
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it has ended, up to its gdc_wait: programmatic dependent
+    launch, from compute capability 9.0 on."""
+    on_gpu = device.type == "cuda" and not triton.knobs.runtime.interpret
+    return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def power_of_2(n: int) -> int:

@@ -31,7 +31,7 @@ try:
     import triton
 
     from pagedcli.attention import triton_kernels as kernels
-    from pagedcli.attention.triton_launch import Launcher, power_of_2, programs_per_processor
+    from pagedcli.attention.triton_launch import Launcher, power_of_2, programs_per_processor, starts_early
 except ImportError as error:
     raise BackendError(
         f"triton is not installed ({error})", hint="install the extra: pip install 'pagedcli[cuda]'"
@@ -107,7 +107,7 @@ class TritonAttention(AttentionBackend):
     )
 
     def __init__(self, spec: AttentionSpec) -> None:
-        self._spec = spec
+        self._spec, self.kernels = spec, spec.kernels
         self._group = spec.num_heads // spec.num_kv_heads
         self._rows, self._block_d = _decode_shape(spec)
         self._value_dim = spec.value_dim or spec.head_dim
@@ -116,8 +116,9 @@ class TritonAttention(AttentionBackend):
         )
         self._prefill_rows = max(self._prefill.block_m, power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
-        self._partials = torch.empty(0, device=spec.device), torch.empty(0, device=spec.device)
-        self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
+        numbers = torch.empty(0, device=spec.device)
+        self._partials = numbers, numbers, numbers.int()  # with the counters of decode_kernel
+        self._outgrown: list[tuple[Tensor, ...]] = []  # a captured graph may still write there
         on_gpu = spec.device.type == "cuda"
         self._properties = torch.cuda.get_device_properties(spec.device) if on_gpu else None
         self._launch = Launcher()
@@ -223,10 +224,12 @@ class TritonAttention(AttentionBackend):
         splits = {"ROWS": self._rows, "SPLIT": SPLIT}
         decode = {"PAGES": pages_per_split(spec.block_size), "BLOCK_N": self._decode.block_n}
         prefill = {"BLOCK_M": self._prefill_rows, "TOKENS": self._prefill_rows // self._group}
+        fused = spec.kernels == "fused"
+        flags = {"STAGES": self._decode.num_stages, "FOLDED": fused, "DEPENDENT": fused and starts_early(spec.device)}
         return _LayerConstants(
             numbers=(layer.scale * LOG2E * layer.k_scale, (layer.soft_cap or 0.0) * LOG2E, layer.window or 0),
             v_scale=layer.v_scale,
-            decode=attends | splits | decode | {"STAGES": self._decode.num_stages},
+            decode=attends | splits | decode | flags,
             combine=every | splits,
             prefill=attends | prefill | {"BLOCK_N": self._prefill.block_n, "STAGES": self._prefill.num_stages},
         )
@@ -235,7 +238,8 @@ class TritonAttention(AttentionBackend):
         self, q: Tensor, kv: LayerKV, out: Tensor, sinks: Tensor, batch: PagedBatch, of_layer: "_LayerConstants"
     ) -> None:
         work, table = batch.work, batch.block_table
-        partials, lengths = self._partial_buffers(work.num_parts), (batch.cu_q, batch.num_tokens)
+        partials = self._partial_buffers(work.num_parts, work.num_sequences)
+        lengths = batch.cu_q, batch.num_tokens
         items = work.item_seq, work.item_split, work.num_items
         strides, numbers = (q.stride(0), table.stride(0)), (*of_layer.numbers, of_layer.v_scale)
         arguments: tuple[Any, ...]
@@ -243,11 +247,12 @@ class TritonAttention(AttentionBackend):
         num_warps = decode_warps(self._decode, self._rows, self._block_d)
         num_sms = 1 if self._properties is None else self._properties.multi_processor_count
         grid = (of_layer.programs or PROGRAMS_PER_SM * num_sms, 1, 1)
-        compiled = self._launch(kernels.decode_kernel, grid, arguments, of_layer.decode, num_warps=num_warps)
+        options = {"num_warps": num_warps} | ({"launch_pdl": True} if of_layer.decode["DEPENDENT"] else {})
+        compiled = self._launch(kernels.decode_kernel, grid, arguments, of_layer.decode, **options)
         if of_layer.programs is None and compiled is not None and self._properties is not None:
             of_layer.programs = num_sms * programs_per_processor(compiled, self._properties)
-        if batch.max_total > SPLIT:
-            arguments = (*partials, out, sinks, work.first_part, *lengths, of_layer.numbers[2])
+        if batch.max_total > SPLIT and not of_layer.decode["FOLDED"]:
+            arguments = (*partials[:2], out, sinks, work.first_part, *lengths, of_layer.numbers[2])
             num_warps = 16 if self._rows * self._block_d > 2**13 else 4  # many heads of latents would spill
             grid = (work.num_sequences, self._spec.num_kv_heads, 1)
             self._launch(kernels.combine_kernel, grid, arguments, of_layer.combine, num_warps=num_warps)
@@ -266,19 +271,17 @@ class TritonAttention(AttentionBackend):
     def reserve(self, num_seqs: int, max_total: int) -> None:
         """See AttentionBackend: room for partial results."""
         if max_total > SPLIT:
-            self._partial_buffers(min(DEVICE_LIST_ITEMS, num_seqs * -(-max_total // SPLIT)))
+            self._partial_buffers(min(DEVICE_LIST_ITEMS, num_seqs * -(-max_total // SPLIT)), num_seqs)
 
-    def _partial_buffers(self, num_parts: int) -> tuple[Tensor, Tensor]:
+    def _partial_buffers(self, num_parts: int, num_seqs: int) -> tuple[Tensor, Tensor, Tensor]:
         """Buffers for num_parts partial results, shared by all layers and kept between steps."""
-        rows = num_parts * self._spec.num_heads
-        if self._partials[1].shape[0] < rows:
-            device = self._spec.device
-            rows = max(rows, 2 * self._partials[1].shape[0])
+        rows, counters = num_parts * self._spec.num_heads, num_seqs * self._spec.num_kv_heads
+        numbers, kept, counted = self._partials
+        if kept.shape[0] < rows or counted.shape[0] < counters:
+            rows = max(rows, 2 * kept.shape[0]) if kept.shape[0] < rows else kept.shape[0]
             self._outgrown.append(self._partials)
-            self._partials = (
-                torch.empty(rows, self._value_dim, dtype=torch.float32, device=device),
-                torch.empty(rows, 2, dtype=torch.float32, device=device),
-            )
+            sums, stats = numbers.new_empty(rows, self._value_dim), numbers.new_empty(rows, 2)
+            self._partials = sums, stats, counted.new_zeros(max(counters, counted.shape[0]))
         return self._partials
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagedcli.audit.answers import AnswerChoice
+from pagedcli.audit.plan import shared_length
 
 _LEAST_LOGPROB = -12.0  # less likely tokens are all the same
 ROUNDED = 2e-6  # answers closer than this are the same computation, rounded for JSON
@@ -38,7 +39,7 @@ class AnswerDifference:
 def compare(cold: AnswerChoice, warm: AnswerChoice, *, skip: int = 0) -> AnswerDifference:
     """The difference of two answers; the first `skip` tokens of the cold one were part of the warm prompt."""
     if not (cold.top and warm.top):
-        place = _first_difference(cold.text, warm.text) if skip == 0 else None
+        place = None if skip or cold.text == warm.text else shared_length(cold.text, [warm.text])
         return AnswerDifference(None, place is None, place)
     distance, place = 0.0, None
     for i, (old, new) in enumerate(zip(cold.top[skip:], warm.top, strict=False)):
@@ -54,19 +55,13 @@ def _distance(old: Mapping[str, float], new: Mapping[str, float]) -> float:
     largest = 0.0
     for token in old.keys() | new.keys():
         a, b = old.get(token), new.get(token)
-        if a is None or b is None:  # not among the alternatives of one: it is at most as likely as the last of them
+        if a is None or b is None:  # one row does not list it: there it is at most as likely as the last one listed
             known, bound = (b, least_old) if a is None else (a, least_new)
             assert known is not None, "the token is in one of the rows"
             largest = max(largest, known - bound)
         elif max(a, b) > _LEAST_LOGPROB:
             largest = max(largest, abs(max(a, _LEAST_LOGPROB) - max(b, _LEAST_LOGPROB)))
     return largest
-
-
-def _first_difference(a: str, b: str) -> int | None:
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,8 +354,8 @@ def _probes(prompts: ProbePrompts, share: float, checks: Sequence[str]) -> list[
     return probes
 
 
-def shared_length(words: Words, others: Sequence[Words]) -> int:
-    """The longest prefix, in words, that a prompt shares with any of the others."""
+def shared_length(words: Sequence[object], others: Sequence[Sequence[object]]) -> int:
+    """The longest prefix, in words or characters, that a prompt or a text shares with any of the others."""
     longest = 0
     for other in others:
         if words[:longest] == other[:longest]:  # else it parts earlier than another one

@@ -81,7 +81,6 @@ class _PairRow:
 
 
 def pair_table(outcomes: Sequence[ProbeOutcome], tolerance: float) -> Table:
-    """Every pair that was compared."""
     rows = [
         _PairRow(
             outcome.number, outcome.probe.check, warm.num_prompt, warm.num_cached, found.distance, found.position,
@@ -155,7 +154,6 @@ def replay_table(case: Case, name: str, num_failing: int, num_probes: int, large
 
 
 def page(audit: Audit) -> bytes:
-    """The HTML page."""
     evidence = audit.evidence
     parts = [f"<p>{escape(summary(audit.verdicts()))}</p>", pages.as_html(verdict_table(audit))]
     if evidence is not None:

@@ -5,7 +5,7 @@ a way around it (twice, which shows the noise), and once more.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -64,16 +64,7 @@ async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
     for ask in asks:
         outcome = await runner.run(_remembered(ask))
         pairs += [found for _, found in outcome.compared()]
-        first = outcome.seen[0].answer.choices[0]
-        prompts.append(
-            RememberedPrompt(
-                words=ask.words,
-                text=first.text,
-                tokens=first.tokens,
-                logprobs=first.logprobs,
-                top=tuple(dict(top) for top in first.top),
-            )
-        )
+        prompts.append(RememberedPrompt(words=ask.words, **asdict(outcome.seen[0].answer.choices[0])))
     endpoint = runner.endpoint
     return Memory(
         format=FORMAT, model=runner.client.secrets.without(endpoint.model), words=endpoint.words,
@@ -82,7 +73,7 @@ async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
 
 
 def save_memory(memory: Memory | None, path: Path, *, overwrite: bool) -> int:
-    """Returns the number of prompts. Raises: ServerError if not all were answered."""
+    """Write the file, and return the number of prompts. Raises: ServerError if not all were answered."""
     if memory is None:
         hint = "raise --max-requests, --max-tokens or --max-seconds"
         raise ServerError("stopped before all prompts were answered: nothing was remembered", hint=hint)
@@ -92,7 +83,7 @@ def save_memory(memory: Memory | None, path: Path, *, overwrite: bool) -> int:
 
 
 def load_memory(path: Path) -> Memory:
-    """Raises: UsageError if the file is not one that --remember wrote."""
+    """Read such a file. Raises: UsageError if it is not one that --remember wrote."""
     try:
         memory = msgspec.json.decode(read_whole(path, _MAX_FILE_BYTES), type=Memory)
     except OSError as error:

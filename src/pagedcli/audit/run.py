@@ -110,7 +110,6 @@ class ProbeOutcome:
     differences: tuple[AnswerDifference | None, ...]  # per pair; None if the two cannot be compared
 
     def compared(self) -> list[tuple[ComparedPair, AnswerDifference]]:
-        """The pairs that could be compared."""
         pairs = zip(self.probe.pairs, self.differences, strict=True)
         return [(pair, found) for pair, found in pairs if found is not None]
 

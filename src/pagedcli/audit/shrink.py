@@ -39,7 +39,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     requests: list[dict[str, Any]]  # what was sent and received
 
     def probe(self, prompts: ProbePrompts) -> Probe:
-        """The probe with fresh prompts."""
         pressure = (self.pressure_tokens,) if self.check == "evict" else ()
         return CHECKS[self.check].build(prompts, self.length, *pressure)
 
@@ -126,7 +125,7 @@ def save_case(case: Case, folder: Path, number: int) -> Path:
 
 
 def load_case(path: Path) -> Case:
-    """Raises: UsageError if the file is not one that the audit wrote."""
+    """Read such a file. Raises: UsageError if it is not one that the audit wrote."""
     try:
         case = msgspec.json.decode(read_whole(path, _MAX_FILE_BYTES), type=Case)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, comb
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 from pagedcli.audit.compare import LARGEST_TOLERANCE, ROUNDED, AnswerDifference, Noise, compare, measure_noise
 from pagedcli.audit.plan import CHECKS, Target
@@ -75,9 +75,9 @@ class Evidence:
         repeats = [each for check in ("repeat", "stream") for each in self.of(check)]
         return measure_noise(same, [found for outcome in repeats for _, found in outcome.compared()])
 
-    def verdict(self, check: str, status: Status, text: str, *figures: Any) -> Verdict:
+    def fault(self, check: str, text: str, *figures: int) -> Verdict:
         """A verdict that names where the failing pair of its check is, if one was written."""
-        return Verdict(status, check, text + (self.cases.get(check, "") if status is Status.FAULT else ""), *figures)
+        return Verdict(Status.FAULT, check, text + self.cases.get(check, ""), *figures)
 
     def unknown(self, check: str, otherwise: str, *, name: str | None = None) -> Verdict:
         """A check that could not be made, and why."""
@@ -170,7 +170,7 @@ def _law(evidence: Evidence) -> list[Verdict]:
             f"{len(too_much)} of {len(unsalted)} requests claim more cached tokens than were ever sent: "
             f"{worst.num_cached:,} where {worst.num_shared:,} are shared"
         )
-        verdicts.append(evidence.verdict("law", Status.FAULT, text, len(unsalted), len(too_much)))
+        verdicts.append(evidence.fault("law", text, len(unsalted), len(too_much)))
     if target.unit is not None:
         # the last tokens and what has been evicted or was lost at a restart are not the law's business
         found = [each.follows_law(target) for each in unsalted if each.check not in ("evict", RESTART)]
@@ -292,7 +292,7 @@ def _salts(evidence: Evidence, check: str) -> list[Verdict]:
     crossed, num = sum(each.seen[2].is_hit for each in outcomes), len(outcomes)
     if crossed:
         text = f"{crossed} of {plural(num, 'prompt')} were hits of another salt: a tenant sees what others have sent"
-        return [evidence.verdict(check, Status.FAULT, text, num, crossed)]
+        return [evidence.fault(check, text, num, crossed)]
     return [*verdicts, Verdict(Status.OK, check, f"no prompt was a hit of another salt, in {num} of {num}", num, 0)]
 
 

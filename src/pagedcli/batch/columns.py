@@ -13,6 +13,7 @@ import msgspec
 
 from pagedcli.batch.column_template import ColumnTemplate
 from pagedcli.batch.decisions import ANSWERS, run_questions
+from pagedcli.batch.embeddings import EMBEDDING
 from pagedcli.config import InputFormat, RunConfig
 from pagedcli.errors import UsageError
 
@@ -81,6 +82,7 @@ class Columns:
         names = tuple(dict.fromkeys(name.strip() for name in (run.keep or "").split(",") if name.strip()))
         keep_all = names == (ALL,)
         decided = [ANSWERS, *(each for question in run_questions(run) for each in question.columns)]
+        decided = decided[: 1 if kind == "jsonl" else None] if run.questions else [EMBEDDING] * run.embed
         columns = cls(
             prompt=run.field,
             template=ColumnTemplate.of(run),
@@ -93,12 +95,15 @@ class Columns:
             keep_reasoning=run.keep_reasoning,
             parse_tool_calls=run.parse_tool_calls,
             kind=kind,
-            decided=frozenset(decided[: 1 if kind == "jsonl" else None] if run.questions else ()),
+            decided=frozenset(decided),
             input_format=run.input_format,
         )
         if taken := sorted(columns.decided & (_ROW_FIELDS | _ONLY_IN[kind] | {run.output_field})):
             hint = "rename the question, or the answer's text with --output-field"
-            raise UsageError(f"--questions: the output already has a column {taken[0]!r}", hint=hint)
+            raise UsageError(
+                f"--{'questions' if run.questions else 'embed'}: the output already has a column {taken[0]!r}",
+                hint=hint,
+            )
         if columns.answer in columns._others:
             raise UsageError(f"--output-field is {columns.answer!r}, but the output already has a column of that name")
         return columns

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from operator import mul
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
@@ -21,9 +22,10 @@ import msgspec
 from pagedcli import runner
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.decisions import DECISION
+from pagedcli.batch.embeddings import EMBEDDING
 from pagedcli.batch.outputs import output_rows
 from pagedcli.batch.prompts import BatchOptions
-from pagedcli.batch.requests import BatchRow, RowPrompt
+from pagedcli.batch.requests import BatchRow, RowPrompt, RowShape
 from pagedcli.batch.rows import NOT_A_ROW, RowWriter, Sample, WrittenRow, why_not_a_row
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.score_comparison import TARGET, RowScores, first_difference
@@ -45,6 +47,7 @@ DifferenceKind = Literal[
     "prompt_logprobs",
     "scores",
     "answers",
+    "vectors",
 ]
 _AROUND = 24  # characters of text on either side of a difference
 
@@ -65,6 +68,15 @@ class ComparedSample:
     prompt_logprobs: list[Listed] | None  # the same of the prompt's tokens from the second on
     prompt_token_ids: list[list[int | None]]  # per number of prompt_logprobs; None: the row does not say
     ending: tuple[Any, Any]  # finish reason, stop reason
+    vector: list[float] | None = None
+
+    def gap(self, other: "ComparedSample") -> tuple[float, float] | None:
+        """The largest difference of two vectors, and their cosine; None if there are none."""
+        if self.vector is None or other.vector is None:
+            return None
+        length = math.hypot(*self.vector) * math.hypot(*other.vector)
+        cosine = math.fsum(map(mul, self.vector, other.vector)) / (length or 1.0)
+        return _largest_delta(self.vector, other.vector), cosine
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +136,8 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> RowDif
     if len(a.samples) != len(b.samples):
         return differ("samples", plural(len(a.samples), "sample"), plural(len(b.samples), "sample"))
     for index, (first, second) in enumerate(zip(a.samples, b.samples, strict=True)):
+        if (gap := first.gap(second)) is not None and gap[0] > tolerance:
+            return differ("vectors", f"cosine {gap[1]:.9g}", f"{gap[0]:.3g} away")
         found = _compare_samples(a.label, index if len(a.samples) > 1 else None, first, second, tolerance)
         if found is not None:
             return found
@@ -283,10 +297,11 @@ def _read_sample(sample: Sample, answer: str, *, may_lack_text: bool) -> Compare
     if sample.tool_calls:  # without their ids, which are those of a run
         calls = [call.get("function", call) for call in sample.tool_calls]
         text = (text or "") + msgspec.json.encode(calls).decode()
-    has_no_text = may_lack_text or sample.finish_reason in ("score", DECISION)
+    has_no_text = may_lack_text or sample.finish_reason in ("score", DECISION, EMBEDDING)
     if text is None and not has_no_text and sample.token_ids is None:
         raise msgspec.ValidationError(f"it has no field {answer!r} (see --output-field)")
-    return ComparedSample(text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), prompt_ids, ending)
+    ids, vector = sample.token_ids, sample.embedding
+    return ComparedSample(text, sample.reasoning, ids, tokens, values, _values(prompt), prompt_ids, ending, vector)
 
 
 def _values(positions: list[dict[str, Any]]) -> list[Listed]:
@@ -353,7 +368,8 @@ def run_again(
     with_tokens = replace(rows, columns=Columns(token_ids=True))
 
     def compared(row: BatchRow, answers: list[RowPrompt]) -> ComparedRow:
-        plain = msgspec.structs.replace(row, id=None, shape="plain", kept={})
+        shape: RowShape = "list" if row.shape == "list" else "plain"
+        plain = msgspec.structs.replace(row, id=None, shape=shape, kept={})
         return _read_row(WrittenRow.of(with_tokens.encode_success(plain, answers)), 1, "text", by_order=False)
 
     differences = []

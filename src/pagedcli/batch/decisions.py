@@ -36,7 +36,7 @@ class Question(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
     levels: tuple[str | int | float, ...] = ()  # after `of` the number of each option; none: they have no order
     yes_no: bool = False
-    score: Literal["letter", "per_token", "sum"] = "letter"  # of the option's text the mean or sum over its tokens
+    score: Literal["letter", "per_token", "sum"] = "letter"  # of an option: its letter, or its text by mean or sum
 
     @classmethod
     def of(cls, name: Any, given: Any) -> Self:
@@ -84,7 +84,7 @@ class Asked:
 
     question: Question
     order: tuple[int, ...]  # number of the option in each place
-    temperature: float = 1.0  # of the probabilities
+    temperature: float = 1.0  # fitted by verify --calibrate; 1.0: none
 
     @property
     def _options(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import msgspec
 
 from pagedcli.batch.columns import DISK, INVALID_ROW, METRICS, SCORES, Columns
 from pagedcli.batch.decisions import ANSWERS, cells_of
+from pagedcli.batch.embeddings import EMBEDDING
 from pagedcli.batch.lines import BOM, MAX_LINE_BYTES, LineSource
 from pagedcli.batch.requests import LINE_FIELDS, NUMBERS, line_of, used_columns
 from pagedcli.batch.rows import NumberedRows, WrittenRow, decided_of
@@ -196,7 +197,7 @@ class CsvLines:
         n - 1, and empty for an error."""
         lines = (line for row in rows() for line in self._cells(*row))
         used = dict.fromkeys(name for line in lines for name, value in line.items() if value not in (None, "", []))
-        tail = sorted(self.columns.marked | SCORES | DISK)
+        tail = sorted(self.columns.marked | SCORES | DISK | {EMBEDDING})
         decided = decided_of(rows, self.columns)
         kept = [*self.columns.kept_names(()).values()]
         if self.columns.keep_all:

@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from pagedcli import __version__, planning
+from pagedcli.batch.embeddings import FILES as EMBEDDER_FILES
 from pagedcli.batch.lines import InputScan
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config, EngineConfig
@@ -136,7 +137,7 @@ def _model_digest(folder: Path, adapter: list[Path]) -> str:
     adapter: reading a large file takes too long, and other weights of the same shapes (a later checkpoint) differ
     everywhere."""
     digest = xxhash.xxh3_64()
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", "generation_config.json", *EMBEDDER_FILES):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     for path in [*weight_files(folder), *adapter]:

@@ -37,7 +37,7 @@ class _Splitting:
     """How a text is split into words before pairs are merged."""
 
     pattern: str | None = None  # None: GPT-2's
-    before: tuple[str, ...] = ()  # what these patterns match is split off first, one after the other
+    before: tuple[str, ...] = ()  # patterns whose matches are split off first, one after the other
     single_digits: bool = False  # digits are split off first
     composed: bool = False  # Unicode's normal form C first
     whole_words: bool = False  # a word that is a token is taken as it is

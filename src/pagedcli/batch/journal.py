@@ -312,7 +312,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest: str  # xxh3-128 of the lines of the output, in hex
     input: InputScan  # the rows that were read; for a shard, including those of the others
     keys: bytes = b""  # the request_key of each row, NO_KEY of a failed one; empty: an earlier version wrote it
-    fingerprint: dict[str, str]  # what determines the rows, apart from the input; see batch.fingerprint
+    fingerprint: dict[str, str]  # settings that determine the rows, apart from the input; see batch.fingerprint
 
     @property
     def shard(self) -> str:
@@ -465,6 +465,8 @@ def open_journal(path: Path, fingerprint: dict[str, str], *, resume: bool, overw
     partial = journal_path(path)
     if resume and partial.exists():
         return Journal.resume(partial, fingerprint, overwrite=overwrite)
+    if resume and path.exists() and not overwrite:  # since the caller looked for it
+        raise UsageError(f"another run has just finished {path}", hint="run the same command again")
     return Journal.create(partial, fingerprint, overwrite=overwrite)
 
 

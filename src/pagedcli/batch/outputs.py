@@ -18,7 +18,7 @@ from pagedcli.batch.parquet import is_parquet, require_pyarrow, rows_of_table
 
 _JSON_CELLS = frozenset(
     ("index", "sample", "prompt_tokens", "beam_score", "logprobs", "prompt_logprobs", "token_ids", "tool_calls")
-) | {"scores", "best"}
+) | {"scores", "best", "embedding"}
 
 
 def output_rows(path: Path) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ import xxhash
 
 from pagedcli.batch import decisions
 from pagedcli.batch.columns import DISK, METRICS, SCORES, Columns
+from pagedcli.batch.embeddings import EMBEDDING
 from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
@@ -180,7 +181,8 @@ class ParquetRows:
     def carried_as(self) -> dict[str, str]:
         """The columns of the input that the output has, each with its name there: another one where answers have it."""
         names = self.carried_names
-        may_score = SCORES if {"continuations", "logprobs_from"} & set(names) else frozenset()
+        may_score = SCORES if {"continuations", "logprobs_from"} & set(names) else frozenset[str]()
+        may_score |= {EMBEDDING} if "embed" in names else frozenset()
         found = answer_schema(self.columns, self.columns.marked | may_score).names
         taken = {"sample", *found, *self.columns.decided}
         return {name: f"input_{name}" if name in taken else name for name in names}
@@ -190,6 +192,11 @@ class ParquetRows:
         marked = marked_of(rows, self.columns) if self.marked is None else self.marked
         decided = decided_of(rows, self.columns)
         answer = self._schema(marked, decided)
+        if EMBEDDING in marked and self.marked is None:  # all parts of a run have the same columns
+            samples = (each for _, row in rows() for each in WrittenRow.of(row, self.columns.answer).samples)
+            sizes = {len(each.embedding) for each in samples if each.embedding is not None}
+            vector = pa.field(EMBEDDING, pa.list_(pa.float32(), sizes.pop() if len(sizes) == 1 else -1))
+            answer = answer.set(answer.get_field_index(EMBEDDING), vector)
         if self.carried is None:
             groups = self._own_groups(rows, marked | {decisions.ANSWERS} if decided else marked, answer)
         else:
@@ -293,6 +300,7 @@ def answer_schema(columns: Columns | None = None, marked: frozenset[str] = froze
     if "reasoning_content" in marked:
         sample.insert(1, ("reasoning_content", pa.string()))
     sample += [("beam_score", pa.float64()), *token_ids]
+    sample += [(EMBEDDING, pa.list_(pa.float32()))] if EMBEDDING in marked else []
     # `logprobs` and `prompt_logprobs` are how many the row asks for
     sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(prompt_position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]

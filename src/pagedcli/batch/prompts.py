@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 from pagedcli.batch.columns import SCORES, Columns, names_of
 from pagedcli.batch.decisions import ANSWERS, Asked, option_tokens
 from pagedcli.batch.delimited import DelimitedSource, delimited_format
+from pagedcli.batch.embeddings import EMBEDDING, Embedder
 from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import PACKED_ENDINGS, Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
@@ -31,6 +32,7 @@ from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.config_keys import flag_name
 from pagedcli.core.admission import admit, admit_scores, room_for
 from pagedcli.core.limits import NO_LIMIT, Limits
+from pagedcli.core.scoring import POOLED
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.lengths import resolve_max_model_len
 from pagedcli.models.spec import ModelSpec
@@ -158,6 +160,8 @@ def open_tokenizer(config: Config, folder: Path) -> Tokenizer:
     """
     run, engine = config.run, config.engine
     tokenizer = Tokenizer(folder, chat_template=run.chat_template, trust_remote_code=engine.trust_remote_code)
+    if run.embed:  # a checkpoint that makes no vectors is refused before it is loaded
+        Embedder.of(engine, tokenizer)
     if run.tools and not tokenizer.shows_tools:
         raise UsageError(
             f"--tools: {NO_TOOLS}", hint="give a template that shows tools with --chat-template, or leave out --tools"
@@ -214,6 +218,10 @@ class Prompts:
         self._draws = True  # whether prompts need seeds
         self._most_together = 1  # rows that are tokenized together, by all processors; the first ones sooner
 
+    @cached_property
+    def _embedder(self) -> Embedder:
+        return Embedder.of(self._options.config.engine, self.tokenizer)
+
     @property
     def ignored(self) -> dict[str, int]:
         """Fields without effect -> lines."""
@@ -266,6 +274,8 @@ class Prompts:
                     self.num_deduplicated += 1
                     continue
                 seen.add(key)
+            if (wanted := row.prompts[0].embedding) is not None and wanted.pooling == "mean":
+                row.cache_salt = f"{row.line.index} {row.cache_salt or ''}"  # the engine computes all of its tokens
             try:
                 if grammars is not None:
                     grammars.guides(row.prompts[0].params)  # the line's
@@ -315,6 +325,11 @@ class Prompts:
             if prompt.asked is not None:
                 self._check_scored(row)
                 self._ask(prompt, prompt.asked)
+            if prompt.embedding is not None:
+                self._check_scored(row)
+                prompt.embedding = self._embedder.complete(prompt.embedding)
+                prompt.scored = ScoredTokens([], POOLED, [], with_tokens=False)
+                prompt.text = prompt.text and (prompt.embedding.instruction or "") + prompt.text
             if prompt.scoring is not None:
                 self._check_scored(row)
                 given = prompt.token_ids if prompt.text is None else prompt.text
@@ -337,7 +352,7 @@ class Prompts:
         """Write the text of a chat; the run's system prompt and tools turn a text into one. Raises: RequestError."""
         run, messages, tools = self._options.run, prompt.messages, prompt.tools
         makes_chat = run.system_prompt is not None or bool(run.tools and tools is None)
-        scores_itself = prompt.scoring is not None and prompt.scoring.continuations is None
+        scores_itself = prompt.embedding or (prompt.scoring is not None and prompt.scoring.continuations is None)
         if messages is None and prompt.text is not None and makes_chat and not scores_itself:
             messages = [{"role": "user", "content": prompt.text}]
         if messages is None:
@@ -354,9 +369,10 @@ class Prompts:
 
     def _check_scored(self, row: BatchRow) -> None:
         """Raises: RequestError if the row cannot have scores."""
-        if self._options.no_scores is not None:
+        columns, others = self._options.columns, set(row.kept)
+        adds = SCORES if row.prompts[0].embedding is None else frozenset((EMBEDDING,))
+        if self._options.no_scores is not None and EMBEDDING not in adds & columns.decided:
             raise RequestError("unsupported_parameter", self._options.no_scores)
-        columns, adds, others = self._options.columns, SCORES, set(row.kept)
         if questions := {each.asked.question for each in row.prompts if each.asked is not None}:
             names = (name for each in questions for name in each.columns if columns.kind != "jsonl")
             adds, others = frozenset((ANSWERS, *names)), others | (columns.reserved - columns.decided)

@@ -31,7 +31,9 @@ def request_key(row: BatchRow) -> bytes:
         asked = params if draws else msgspec.structs.replace(params, seed=None)
         scored = prompt.scored
         wanted = scored and (scored.continuations, scored.num_bytes, scored.with_tokens)
-        prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted, prompt.asked))
+        prompts.append(
+            (prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted, prompt.asked or prompt.embedding)
+        )
     return xxhash.xxh3_128_digest(msgspec.json.encode((row.shape, row.cache_salt, prompts)))
 
 

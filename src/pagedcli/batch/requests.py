@@ -15,6 +15,8 @@ import msgspec
 
 from pagedcli.batch.columns import INVALID_ROW, Columns
 from pagedcli.batch.decisions import Asked, Question, read_questions, run_questions
+from pagedcli.batch.embeddings import FIELDS as EMBED_FIELDS
+from pagedcli.batch.embeddings import Embedding
 from pagedcli.batch.grammar import Guides
 from pagedcli.batch.lines import Line
 from pagedcli.batch.scoring import FIELDS as SCORE_FIELDS
@@ -77,10 +79,11 @@ def _invalid(message: str) -> RequestError:
     return RequestError("invalid_messages", message)
 
 
-RowShape = Literal["plain", "chat.completion", "text_completion"]
+RowShape = Literal["plain", "chat.completion", "text_completion", "list"]
 
 _MAX_PROMPTS = 10_000  # limit per line
 _SHAPES: dict[str, RowShape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
+_SHAPES |= {"/v1/embeddings": "list"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 _ALIASES = {
     "max_completion_tokens": "max_tokens",
@@ -92,7 +95,7 @@ _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
 _BEAM_FIELDS = ("use_beam_search", "best_of")  # names of older vLLM; best_of, or else n, is the number of beams
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message")  # true or false, in the body as vLLM has them
 _REQUEST_FIELDS = frozenset(("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs"))
-_REQUEST_FIELDS |= {*_CHAT_FIELDS, *_BEAM_FIELDS, *SCORE_FIELDS, "questions"}
+_REQUEST_FIELDS |= {*_CHAT_FIELDS, *_BEAM_FIELDS, *SCORE_FIELDS, "questions", "embed"}
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
@@ -123,7 +126,7 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without eff
 # a line without these has the parameters of the run
 _PARAM_FIELDS = _SAMPLING_FIELDS | _GUIDED_FIELDS.keys() | {"top_logprobs", *_BEAM_FIELDS}
 _USED_FIELDS = _SAMPLING_FIELDS | _REQUEST_FIELDS | _GUIDED_FIELDS.keys()
-_SETTINGS = (_USED_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
+_SETTINGS = (_USED_FIELDS | _ALIASES.keys()) - {"prompt", "messages", "embed"}
 _KNOWN = _USED_FIELDS | _ALIASES.keys() | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys()
 LINE_FIELDS = _KNOWN - {"method", "url"}  # what a column of a table may be called to count as a field of the row
 _JSON_FIELDS = frozenset(("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")) | frozenset(
@@ -141,13 +144,14 @@ class RowPrompt(msgspec.Struct, eq=False):
     token_ids: list[int]
     params: SamplingParams
     is_chat: bool = False  # whether the chat template wrote it
-    text: str | None = None  # what is tokenized here; None: the line has the tokens
-    lowers_max_tokens: bool = False  # to what fits: the line leaves it to the run; then, whether it was lowered
+    text: str | None = None  # text to tokenize; None: the line has the tokens
+    lowers_max_tokens: bool = False  # the line leaves the limit to the run; after admission: it was lowered
     messages: list[ChatMessage] | None = None  # a chat, until the template has written its text
     template_kwargs: dict[str, Any] = {}  # variables for the chat template
     tools: list[dict[str, Any]] | None = None  # shown by the chat template; in a line None: the run's
-    scoring: ScoreRequest | None = None  # what the line wants scored; None: it generates
+    scoring: ScoreRequest | None = None  # texts to score; None: the line generates
     asked: Asked | None = None  # the question that follows, whose options are scored
+    embedding: Embedding | None = None  # its vector is wanted
     scored: ScoredTokens | None = None  # the tokens of what is scored
     stop_checkers: StopCheckers | None = None  # None: no stop strings
     guides: Guides | None = None  # None: no grammar
@@ -244,26 +248,27 @@ class RequestParser:
             if "prompt" in body:
                 raise RequestError("invalid_request", "'logprobs_from' needs 'text' or 'prompt', not both")
             body["prompt"] = body.pop("text")
+        embedding = self._embedding(body, shape)
         self._check_unknown(body, row)
         scoring = ScoreRequest.of(body)
-        asked = [] if scoring is not None else self._asked
+        asked = [] if scoring is not None or embedding is not None else self._asked
         if "questions" in body:
             check_generates_nothing("questions", body, *SCORE_FIELDS)
             asked = self._all_asked(read_questions(body["questions"]))
-        scores = scoring is not None or bool(asked)
+        scores = scoring is not None or bool(asked) or embedding is not None
         if not scores:
             params = self._sampling_params(body, shape)
         else:
             params = SCORING
             self._ignore((name for name in body if name in _SAMPLING_FIELDS), row)
-            if shape != "plain":
+            if shape not in ("plain", "list"):
                 raise RequestError("unsupported_parameter", "an OpenAI batch line cannot be scored; use a plain line")
         messages = read_messages(body["messages"]) if "messages" in body else None
         prompts = read_prompts(body["prompt"]) if "prompt" in body else []
         if bool(prompts) == (messages is not None):
             what = "both" if prompts else "neither"
             raise RequestError("invalid_request", f"a line needs either 'prompt' or 'messages', this one has {what}")
-        if scores and len(prompts) > 1:
+        if scores and len(prompts) > 1 and shape == "plain":
             raise RequestError("invalid_request", f"a line to score has one prompt, this one {len(prompts):,}")
         if shape != "plain" and (messages is None) == (shape == "chat.completion"):
             wanted = "messages" if shape == "chat.completion" else "prompt"
@@ -276,6 +281,7 @@ class RequestParser:
             template_kwargs=_template_kwargs(body, in_chat=messages is not None),
             tools=_tools(body, in_chat=messages is not None),
             scoring=scoring,
+            embedding=embedding,
         )
         if messages is None:
             row.prompts = [new([], text=each) if isinstance(each, str) else new(each) for each in prompts]
@@ -283,6 +289,15 @@ class RequestParser:
             row.prompts = [new([], messages=messages)]
         if asked:
             row.prompts = [msgspec.structs.replace(row.prompts[0], asked=each) for each in asked]
+
+    def _embedding(self, body: dict[str, Any], shape: RowShape) -> Embedding | None:
+        """None if no vector is wanted. Changes: body, as Embedding.of does."""
+        name = "input" if shape == "list" else "embed"
+        if shape == "list" or name in body:
+            check_generates_nothing(name, body, *SCORE_FIELDS, "questions")
+            return Embedding.of(body, self._run, name)
+        is_other = not self._run.embed or any(name in body for name in (*SCORE_FIELDS, "questions"))
+        return None if is_other else Embedding.of(body, self._run, None)
 
     def _all_asked(self, questions: Sequence[Question]) -> list[Asked]:
         asked = [each for question in questions for each in question.asked(self._run)]
@@ -392,6 +407,7 @@ def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
     if repeated := [column for column, number in Counter(names).items() if number > 1]:
         raise UsageError(f"{name} has two columns with the name {repeated[0]!r}", hint="rename one of them")
     text = {"text"} if "logprobs_from" in names else set[str]()
+    text |= {"embed"} & set(names)
     prompts = columns.sources or {"prompt", "messages", "body"} | text
     missing = sorted(prompts.difference(names))
     if missing if columns.sources else len(missing) == len(prompts):
@@ -401,7 +417,7 @@ def used_columns(name: str, names: list[str], columns: Columns) -> list[str]:
             f"{name} has no column {wanted}; its columns: {', '.join(names)}",
             hint=hint if columns.template is None else "the template takes its texts from columns of the input",
         )
-    used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts, *text}
+    used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts, *text, *(EMBED_FIELDS if "embed" in text else ())}
     return [column for column in names if columns.keep_all or column in used]
 
 
@@ -448,6 +464,7 @@ def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
     if name is None:
         used = {*columns.ids} | (set(document) if columns.keep_all else set(columns.keep))
         used -= {"text"} if "logprobs_from" in document else set()
+        used -= {*EMBED_FIELDS} if "embed" in document else set()
         return {name: value for name, value in document.items() if name in _KNOWN or name not in used}
     if name not in document:
         raise RequestError("invalid_request", f"no field {name!r}")

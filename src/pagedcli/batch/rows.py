@@ -15,6 +15,7 @@ import xxhash
 
 from pagedcli.batch.columns import CALLS, DISK, METRICS, REASONING, SCORES, Columns
 from pagedcli.batch.decisions import ANSWERS, DECISION, answers_of, cells_of
+from pagedcli.batch.embeddings import EMBEDDING, decoded
 from pagedcli.batch.reasoning import ReasoningFormat, find_format
 from pagedcli.batch.requests import BatchRow, RowPrompt
 from pagedcli.batch.scoring import Score, ScoredTokens, best_of
@@ -55,7 +56,7 @@ class RowWriter:
     run_key: str
     created_s: int  # Unix time of the run's first start
     columns: Columns = field(default_factory=Columns)
-    ended: Endings = field(default_factory=Endings)  # of the rows so far
+    ended: Endings = field(default_factory=Endings)  # finish reasons of the rows so far
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
@@ -71,7 +72,8 @@ class RowWriter:
     def marked_columns(self) -> frozenset[str]:
         """Columns about reasoning and tool calls that tables of its rows may have."""
         without = REASONING if self.reasoning is None else frozenset[str]()
-        return self.columns.marked - without - (CALLS if self.tool_format is None else frozenset())
+        marked = self.columns.marked | (self.columns.decided & {EMBEDDING})
+        return marked - without - (CALLS if self.tool_format is None else frozenset())
 
     def encode_success(self, row: BatchRow, answers: list[RowPrompt]) -> bytes:
         fields = self._success(row, answers, self._samples(answers))
@@ -96,6 +98,8 @@ class RowWriter:
             found = [(each.asked, each.result.scores or ()) for each in answers if each.asked is not None]
             decided = {"finish_reason": DECISION, ANSWERS: answers_of(found)}
             return self._without_text(row) | decided | counts | {"error": None}
+        if answers[0].embedding is not None:
+            return self._embedding_row(row, answers, counts)
         if answers[0].scored is not None:
             return self._score_row(row, answers[0], answers[0].scored) | counts | {"error": None}
         if row.shape == "plain":
@@ -113,6 +117,17 @@ class RowWriter:
             **counts,
         }
         response = {"status_code": 200, "request_id": f"req_{key}", "body": body}
+        return self._openai_row(row, response, None)
+
+    def _embedding_row(self, row: BatchRow, answers: list[RowPrompt], counts: dict[str, Any]) -> dict[str, Any]:
+        found = ((each.embedding, *(each.result.scores or ())) for each in answers)
+        vectors = [embedding.encoded(score.tokens) for embedding, score in found if embedding is not None]
+        if row.shape == "plain":
+            own = {"finish_reason": EMBEDDING, EMBEDDING: vectors[0]}
+            return self._without_text(row) | own | counts | {"error": None}
+        data = [{"object": EMBEDDING, "index": index, EMBEDDING: vector} for index, vector in enumerate(vectors)]
+        body = {"object": row.shape, "data": data, "model": self.model, **counts}
+        response = {"status_code": 200, "request_id": f"req_{self._id(row)}", "body": body}
         return self._openai_row(row, response, None)
 
     def encode_error(self, row: BatchRow, error: RequestError) -> bytes:
@@ -341,6 +356,7 @@ class Sample(msgspec.Struct, frozen=True):
     tool_calls: Any  # a list of calls, in a choice in OpenAI's form
     logprobs: Any  # a list of positions, in a choice within an object
     prompt_logprobs: Any
+    embedding: list[float] | None
 
     @staticmethod
     def values_of(fields: dict[str, Any], answer: str) -> dict[str, Any]:
@@ -352,6 +368,7 @@ class Sample(msgspec.Struct, frozen=True):
             "reasoning": message.get("reasoning_content", message.get("reasoning")),
             "finish_reason": fields["finish_reason"],
             "tool_calls": message.get("tool_calls"),
+            EMBEDDING: decoded(fields[EMBEDDING]) if fields["finish_reason"] == EMBEDDING else None,
         }
 
     def cells(self, answer: str) -> dict[str, Any]:
@@ -402,6 +419,8 @@ def _answers(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | N
     error = fields["error"] or body.get("error")  # OpenAI's failed requests have it in the body
     # a plain row may have a copied column `choices`
     answers = fields.get("outputs") or [fields] if body is fields else body.get("choices") or [body]
+    if body is not fields and body.get("object") == "list":  # vectors
+        answers = [{**each, "finish_reason": EMBEDDING} for each in body["data"]]
     return body, error, answers if error is None else []
 
 
@@ -437,9 +456,10 @@ def marked_of(rows: NumberedRows, columns: Columns) -> frozenset[str]:
             found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
         found.update("tool_calls" for sample in each.samples if sample.tool_calls)
         found.update(*(SCORES for sample in each.samples if sample.finish_reason == "score"))
-        if found >= columns.marked | SCORES:
+        found.update(EMBEDDING for sample in each.samples if sample.embedding is not None)
+        if found >= columns.marked | SCORES | {EMBEDDING}:
             break
-    return (columns.marked | SCORES | DISK) & found
+    return (columns.marked | SCORES | DISK | {EMBEDDING}) & found
 
 
 def decided_of(rows: NumberedRows, columns: Columns) -> dict[str, type]:
@@ -451,5 +471,5 @@ def decided_of(rows: NumberedRows, columns: Columns) -> dict[str, type]:
 
 
 _ON_DISK = b'"disk_cached_tokens":'
-_MARKED = b'"reasoning_tokens":', b'"tool_calls":[', b'"scores":['
+_MARKED = b'"reasoning_tokens":', b'"tool_calls":[', b'"scores":[', b'"embedding":'
 _DECIDED = b'"finish_reason":"decision"'

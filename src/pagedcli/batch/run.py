@@ -319,6 +319,7 @@ class BatchRun:
                     make_stop_checker=prompt.stop_checkers,
                     make_guide=prompt.guides,
                     continuations=None if prompt.scored is None else prompt.scored.continuations,
+                    pooling=None if prompt.embedding is None else prompt.embedding.pooling,
                     is_private=self._options.cache_namespace is not None,
                 )
             except RequestError as error:

@@ -136,21 +136,13 @@ def _usual(steps: list[tuple[StepWork, float]]) -> tuple[StepWork, float]:
     return work, mean(seconds for _, seconds in steps if seconds <= _DISTURBED * middle_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """Random prompts that are served together."""
-
-    lengths: tuple[int, ...]  # tokens
-    num_tokens: int  # tokens that each generates
-
-
 @dataclass(slots=True)
 class _Measurement:
     engine: "runner.LLMEngine"
     budget_s: float
     on_progress: Callable[[float], None]
     steps: dict[StepKind, list[tuple[StepWork, float]]] = field(default_factory=dict)
-    _took_s: dict[_Prompts, float] = field(default_factory=dict)
+    _took_s: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict)  # arguments of _run -> seconds
     _started: float = field(default_factory=time.perf_counter)
     _draw: random.Random = field(default_factory=lambda: random.Random(0))
     _num_requests: int = 0
@@ -170,7 +162,7 @@ class _Measurement:
         the machine does for a moment falls on few steps of many kinds."""
         limits = self.engine.limits
         most_tokens = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
-        self._run(_Prompts((_SHORT,), 4))  # threads, libraries and kernels start
+        self._run((_SHORT,), 4)  # threads, libraries and kernels start
         self._first_s = min(seconds for steps in self.steps.values() for work, seconds in steps if work.is_decode)
         self.steps.clear()
         self._took_s.clear()
@@ -179,13 +171,13 @@ class _Measurement:
         for number in _doublings(min(2, most_tokens), most_tokens):
             if number > 2 and self._last(prompts=True) > self._left(_SHARE_OF_KNOTS):
                 break
-            self._run(_Prompts((number,), 1))
+            self._run((number,), 1)
         for number in _doublings(1, min(limits.max_num_seqs, limits.max_num_batched_tokens)):
             if number > 1 and (_FEW - 1) * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
                 break
             share = _SHARE_OF_ONE if number == 1 else 0.0
             num_tokens = self._num_decodes(self._last(prompts=False) or self._first_s, share)
-            self._run(_Prompts((min(_SHORT, max(1, most_tokens // number)),) * number, num_tokens))
+            self._run((min(_SHORT, max(1, most_tokens // number)),) * number, num_tokens)
         self._measure_attention(most_tokens)
         self._repeat()
 
@@ -198,7 +190,7 @@ class _Measurement:
         longest = min(LONG_CONTEXT, limits.max_model_len - num_tokens - 2, int(0.3 * self._left(1.0) / second))
         longest -= longest % most_tokens if longest > most_tokens else 0  # the last chunk is as large as the others
         if longest > 2 * _SHORT:
-            self._run(_Prompts((longest,), num_tokens))
+            self._run((longest,), num_tokens)
         if (each := longest // NUM_LONG) > 2 * _SHORT:
             decodes_s = num_tokens * self._last(prompts=False)
             most = max(NUM_LONG, int((0.3 * self._left(1.0) - decodes_s) / (each * second)))
@@ -217,13 +209,13 @@ class _Measurement:
             }
             # a few, whose keys and values the processor may hold in its caches, and many
             for number in sorted(fitting & {max(fitting), max(fitting) // _FEWER}) if fitting else ():
-                self._run(_Prompts((each,) * number, together(number)))
+                self._run((each,) * number, together(number))
 
     def _repeat(self) -> None:
         for _ in range(REPEATS):
-            for prompts, took_s in list(self._took_s.items()):
+            for (lengths, num_tokens), took_s in list(self._took_s.items()):
                 if took_s < min(QUICK * self.budget_s, self._left(1.0)):
-                    self._run(prompts)
+                    self._run(lengths, num_tokens)
 
     def _num_decodes(self, step_s: float, share: float = 0.0) -> int:
         """Tokens to generate in steps of so many seconds: many of quick ones, and of slow ones as many as take this
@@ -241,11 +233,11 @@ class _Measurement:
         """Seconds until this share of the budget is used."""
         return (share - self._used) * self.budget_s
 
-    def _run(self, prompts: _Prompts) -> None:
-        """Generate for random prompts of these lengths, and time every step."""
+    def _run(self, lengths: tuple[int, ...], num_tokens: int) -> None:
+        """Generate this number of tokens for each of some random prompts together, and time every step."""
         before, num_decodes = time.perf_counter(), 0  # sequences of the step before, if it was a decode
-        params = SamplingParams(temperature=0.0, max_tokens=prompts.num_tokens, ignore_eos=True)
-        for length in prompts.lengths:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        for length in lengths:
             self._num_requests += 1
             tokens = [self._draw.randrange(self.engine.spec.vocab_size) for _ in range(length)]
             self.engine.add_request(str(self._num_requests), tokens, params)
@@ -254,7 +246,7 @@ class _Measurement:
             if not work.is_decode or work.num_tokens == num_decodes:
                 self.steps.setdefault(_kind(work), []).append((work, seconds))
             num_decodes = work.num_tokens if work.is_decode else 0
-        self._took_s[prompts] = time.perf_counter() - before
+        self._took_s[lengths, num_tokens] = time.perf_counter() - before
         self.on_progress(min(1.0, self._used))
 
 
@@ -296,7 +288,7 @@ def _with_host_time(engine: "runner.LLMEngine", tokenizer: Tokenizer, found: Ste
     their steps."""
     num_tokens = len(tokenizer.encode(_ROW_TEXT))
     most, each_s = found.prompts[-1]
-    rows_s = _NUM_ROWS * num_tokens * each_s / most  # what their prompts take
+    rows_s = _NUM_ROWS * num_tokens * each_s / most  # seconds of their prompts
     longer = min(
         _LONGER, engine.limits.max_model_len // (2 * num_tokens + 2), int(_MOST_ROWS_S / (rows_s or _MOST_ROWS_S))
     )

@@ -3,10 +3,9 @@
 Every figure is the best of many short measurements: other load on the machine only lowers them.
 """
 
-import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagedcli import layers, native
 from pagedcli.errors import BackendError
@@ -28,18 +27,11 @@ class MachineRates:
     flop_per_s: float  # rate of `instructions` in registers; without the native library that of a large matrix product
     gemm_flop_per_s: float  # rate of a product of 1024 tokens with a 4096 x 1024 weight
     instructions: str  # the fastest that the processor has for the type, whichever the kernels use
-    path: str  # what the kernels use
 
     def best(self, other: "MachineRates") -> "MachineRates":
         """The higher of both rates: other load on the machine only lowers them."""
-        return MachineRates(
-            self.threads,
-            max(self.read_bytes_per_s, other.read_bytes_per_s),
-            max(self.flop_per_s, other.flop_per_s),
-            max(self.gemm_flop_per_s, other.gemm_flop_per_s),
-            self.instructions,
-            self.path,
-        )
+        rates = ("read_bytes_per_s", "flop_per_s", "gemm_flop_per_s")
+        return replace(self, **{name: max(getattr(self, name), getattr(other, name)) for name in rates})
 
     @property
     def limits(self) -> Roofline:
@@ -57,10 +49,10 @@ def measure_rates(dtype: "torch.dtype", *, int8: bool = False) -> MachineRates:
         library = native.load_library()
     except BackendError:
         gemm = gemm_flops / best_seconds(lambda: torch.nn.functional.linear(x, weight))
-        return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm, "torch", "torch")
+        return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm, "torch")
     read = library.functions.native_read_all
     linear = layers.native_linear.NativeLinear(library, weight, quantization="int8" if int8 else None)
-    path, candidates = _paths(library.functions, dtype, int8=int8)
+    candidates = paths.INT8_PATHS if int8 else paths.BF16_PATHS if dtype == torch.bfloat16 else (paths.Path.FMA,)
     fastest = paths.measure_peaks(library.functions, candidates, threads)[0]
     return MachineRates(
         threads,
@@ -68,16 +60,7 @@ def measure_rates(dtype: "torch.dtype", *, int8: bool = False) -> MachineRates:
         fastest.flop_per_s,
         gemm_flops / best_seconds(lambda: linear(x)),
         paths.NAMES[fastest.path],
-        paths.NAMES[path],
     )
-
-
-def _paths(functions: ctypes.CDLL, dtype: "torch.dtype", *, int8: bool) -> tuple[paths.Path, tuple[paths.Path, ...]]:
-    """The path that the kernels use, and all paths that support the dtype."""
-    if int8:
-        return paths.int8_path(functions), paths.INT8_PATHS
-    fma = paths.Path.FMA
-    return (paths.bf16_path(functions), paths.BF16_PATHS) if dtype == torch.bfloat16 else (fma, (fma,))
 
 
 def best_seconds(call: Callable[[], object]) -> float:

@@ -198,7 +198,10 @@ def throughput_row(result: Throughput, workload: BenchWorkload) -> WorkloadRow:
     """The share of the floor is None where other work disturbed the passes so much that it would exceed 1."""
     runs = result.runs
     machine = result.machines[runs.index(result.median)] if result.machines else None
-    floor = UNSET if machine is None else _floor_s(result, workload, machine)
+    decision, kv_dtype = result.engine.decision, result.engine.decision.plan.kv_dtype
+    floor: float | UnsetType = UNSET
+    if machine is not None:
+        floor = workload_floor(decision.own, decision.footprint, workload, machine.limits, kv_dtype=kv_dtype)
     walls = [run.wall_s for run in runs]
     values: dict[str, list[float | None]] = {
         "wall_s": [*walls],
@@ -250,7 +253,12 @@ def bench_notes(plan: Plan, rows: Sequence[WorkloadRow]) -> list[str]:
             f"Limits measured around the passes: {read} GB/s of reads and {peak} GFLOP/s of"
             f" {machines[0].instructions} on {plural(machines[0].threads, 'thread')}."
         )
-    notes += _busy_warning(worst(row.busy for row in rows))
+    busy = worst(row.busy for row in rows)
+    if busy is not None and busy.disturbs:
+        notes.append(
+            f"Warning: the machine was busy: other processes used {busy.others:.0%} of its processor time, the"
+            f" hypervisor withheld {busy.steal:.0%}. Measure again on an idle machine."
+        )
     if machines and any(row.share_of_floor is None for row in rows):
         notes.append("The share of the limits is left out: passes were faster than the limits measured around them.")
     return notes
@@ -259,18 +267,3 @@ def bench_notes(plan: Plan, rows: Sequence[WorkloadRow]) -> list[str]:
 def _range(rates: Sequence[float]) -> str:
     """The lowest and highest rate, in billions; one number if they are shown alike."""
     return " to ".join(dict.fromkeys(f"{rate / 1e9:,.0f}" for rate in (min(rates), max(rates))))
-
-
-def _busy_warning(busy: Busy | None) -> list[str]:
-    if busy is None or not busy.disturbs:
-        return []
-    return [
-        f"Warning: the machine was busy: other processes used {busy.others:.0%} of its processor time, the hypervisor"
-        f" withheld {busy.steal:.0%}. Measure again on an idle machine."
-    ]
-
-
-def _floor_s(result: Throughput, workload: BenchWorkload, machine: MachineRates) -> float:
-    decision = result.engine.decision
-    kv_dtype = decision.plan.kv_dtype
-    return workload_floor(decision.own, decision.footprint, workload, machine.limits, kv_dtype=kv_dtype).total_s

@@ -121,32 +121,19 @@ def within(prompt: list[int], vocab_size: int) -> list[int]:
     return [token if token < vocab_size else first + (token - first) % (vocab_size - first) for token in prompt]
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """Shortest times, in seconds."""
-
-    prefill_s: float
-    decode_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.prefill_s + self.decode_s
-
-
 def workload_floor(
     spec: ModelSpec, weights: Footprint, workload: BenchWorkload, roofline: Roofline, *, kv_dtype: str = "bfloat16"
-) -> Floor:
-    """The floor of a workload whose requests all start at once, all prompts in one packed step."""
+) -> float:
+    """The floor in seconds of a workload whose requests all start at once, all prompts in one packed step."""
     floor = StepFloor.of(spec, weights, roofline, kv_dtype=kv_dtype)
     shares = workload.prefix_caching and len(workload.prompts) > 1
     shared = num_equal(min(workload.prompts), max(workload.prompts)) if shares else 0
     own = [len(prompt) - shared for prompt in workload.prompts]
     first = [(0, shared)] if shared else []
     queries = [*first, *((shared, num_tokens) for num_tokens in own)]
-    prefill_s = floor.seconds(queries, len(own), num_repeated=shared * len(own))
-    decode_s = 0.0
+    total_s = floor.seconds(queries, len(own), num_repeated=shared * len(own))
     for step in range(1, max(workload.output_lens)):
         lengths = zip(own, workload.output_lens, strict=True)
         queries = [(shared + num_tokens + step - 1, 1) for num_tokens, num_output in lengths if num_output > step]
-        decode_s += floor.seconds(queries, len(queries), num_repeated=shared * (len(queries) - 1))
-    return Floor(prefill_s, decode_s)
+        total_s += floor.seconds(queries, len(queries), num_repeated=shared * (len(queries) - 1))
+    return total_s

@@ -94,16 +94,16 @@ def queue_workers(url: str, address: str | None, workers: tuple[int, int]) -> Wo
     def work(queue: "distributed.queue.Queue", job: Job, local: Path) -> "tuple[Outcome, BatchStats, WorkerRuns]":
         def count() -> int:
             queue.update()
-            return queue.num_done
+            return queue.count()[0]
 
-        missing, max_errors = queue.update(), job.loaded.config.run.max_errors
-        progress = Counts(sum(queue.manifest.num_rows), num_resumed=queue.num_done, max_errors=max_errors)
+        num_before, max_errors = queue.count()[0], job.loaded.config.run.max_errors
+        progress = Counts(sum(queue.manifest.num_rows), num_resumed=num_before, max_errors=max_errors)
         outcome: Outcome = "complete"
-        if missing:
-            outcome = _work(job, url, missing, _pool(job, address, *workers), address, progress, count)
+        if queue.left:
+            outcome = _work(job, url, queue.left, _pool(job, address, *workers), address, progress, count)
         progress.count_rows(count())
-        progress.stats.num_resumed_failed = max(queue.num_failed - progress.stats.num_failed, 0)
-        return outcome if queue.is_complete or outcome != "complete" else "out_of_time", progress.stats, progress.runs
+        progress.stats.num_resumed_failed = max(queue.count()[1] - progress.stats.num_failed, 0)
+        return "out_of_time" if queue.left and outcome == "complete" else outcome, progress.stats, progress.runs
 
     return work
 

@@ -16,8 +16,9 @@ from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file, writing
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import percent_text, plural
+from pagedcli.records import size
 from pagedcli.show.report import render_report
-from pagedcli.show.tables import Format, size, table
+from pagedcli.show.tables import Format, table
 from pagedcli.show.terminal import say, say_notes
 from pagedcli.show.why_tables import lookups_table, reasons_tables, short_tables
 from pagedcli.simulation.sources import RecordedRequests

@@ -25,7 +25,8 @@ from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, only_wanted, to_all
-from pagedcli.show.tables import Column, Format, Table, print_tables
+from pagedcli.records import Column
+from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceWriter
 

@@ -10,9 +10,9 @@ from pagedcli.cli.options import option
 from pagedcli.errors import UsageError
 from pagedcli.files import whole_file, writing
 from pagedcli.printable import plural
+from pagedcli.records import size
 from pagedcli.show.drawing import Picture, Shape, Theme
 from pagedcli.show.raster import check_ending, write_picture
-from pagedcli.show.tables import size
 from pagedcli.show.terminal import ProgressLine, say
 
 Topic = Literal["pool", "request", "prefixes", "waste"]

@@ -24,7 +24,7 @@ from pagedcli.cli.cures import find_cures, or_note, print_answer
 from pagedcli.cli.options import FLAGS, PLAN_KEYS, PROMPT_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.plan_tune import tuned_settings
 from pagedcli.cli.run_flags import GenerateOptions
-from pagedcli.cli.summary import say_refused
+from pagedcli.cli.summary import say_ignored, say_refused
 from pagedcli.config import EngineConfig, LoadedConfig, load_config
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import EXIT_BAD_ROWS, BackendError, UsageError
@@ -128,7 +128,7 @@ class _File:
     scan: PromptScan
     requests: PromptRequests
     decision: "planning.decision.Decision | None"  # None: there is no model, or its engine would refuse to start
-    fit: Fit | None  # what this machine holds of the model, if it is predicted
+    fit: Fit | None  # None: the memory of this model is not predicted
     refusal: str | None  # why it would
 
     @property
@@ -175,6 +175,7 @@ def run_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     if engine is not None and (options.all_ or not is_table or file.decision is None):
         tables.append(engine_table("Engine settings on this machine", engine))
     print_answer(_answer(file, run, loaded.config.run.max_time), cures, tables, options.format_, facts)
+    say_ignored(scan.ignored, scan.first_ignored)
     return code
 
 

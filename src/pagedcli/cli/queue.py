@@ -1,7 +1,6 @@
 """`generate --queue`: one worker of a run that any number of machines share. `--status`: what is left of the run."""
 
-import time
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,18 +51,15 @@ def run_queue_job(job: Job, output: str, url: str, num_workers: int, work: Work)
             return parts
 
         queue = distributed.queue.join(Folder(url), output, _asked(job), Path(local), cut)
-        say(f"{_rows(queue)}, {queue.manifest.num_parts - len(queue.records):,} to do")
+        rows = f"{plural(sum(queue.manifest.num_rows), 'row')} in {plural(queue.manifest.num_parts, 'part')}"
+        say(f"{rows}, {len(queue.left):,} to do")
         outcome, stats, runs = work(queue, job, Path(local))
         if outcome == "complete":
             queue.clear()
-            say(f"all {_rows(queue)} are done")
+            say(f"all {rows} are done")
     job.watch(stats)
     report(job, result := BatchResult(outcome, stats, ignored), str(queue.output), runs)
-    return exit_code(result) or (EXIT_BAD_ROWS if queue.num_failed else 0)
-
-
-def _rows(queue: "distributed.queue.Queue") -> str:
-    return f"{plural(sum(queue.manifest.num_rows), 'row')} in {plural(queue.manifest.num_parts, 'part')}"
+    return exit_code(result) or (EXIT_BAD_ROWS if queue.count()[1] else 0)
 
 
 def _asked(job: Job) -> dict[str, str]:
@@ -75,40 +71,34 @@ def _asked(job: Job) -> dict[str, str]:
 
 
 def work_here(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[Outcome, BatchStats, WorkerRuns]:
-    """Take part after part until all are done or this worker is to stop. Returns the counters of this worker."""
-    worker: distributed.worker.Worker | None = None
-    running, own, most_errors = set[Future[None]](), BatchStats(), job.loaded.config.run.max_errors
+    """Make part after part until all are done or this worker is to stop. Returns the counters of this worker."""
+    if not queue.left:
+        return "complete", BatchStats(), {}
+    worker, most_errors = distributed.worker.Worker(local, job.loaded), job.loaded.config.run.max_errors
     stop = StopRequest(rows_are_kept=lambda: True)
+    outcome: Outcome = "complete"
     with (
         progress_view(quiet_terminal=False, time_left=lambda stats: None) as view,
         stop.listening(),
         queue.leases.renewed(),
         ThreadPoolExecutor(_PARTS_AT_ONCE) as pool,
     ):
+        running = {pool.submit(queue.run_all, worker) for _ in range(_PARTS_AT_ONCE)}
         try:
-            while running or not queue.is_complete:
-                if len(running) < _PARTS_AT_ONCE and (lease := queue.take()) is not None:
-                    worker = worker or distributed.worker.Worker(local, job.loaded)
-                    running.add(pool.submit(queue.run, lease, worker))
-                    continue
-                if not running:
-                    time.sleep(_POLL_S)
+            while running and outcome == "complete":
                 done, running = wait(running, _POLL_S, FIRST_COMPLETED)
                 for each in done:
                     each.result()
-                own = BatchStats() if worker is None else worker.stats
-                num_others = max(queue.num_done - own.num_done, 0)
+                own, (num_done, num_failed) = worker.stats, queue.count()
+                num_others = max(num_done - own.num_done, 0)
                 view.update(replace(own, num_rows=sum(queue.manifest.num_rows), num_resumed=num_others))
                 if stop.requested:
-                    return "interrupted", own, {}
-                if most_errors is not None and max(own.num_failed, queue.num_failed) >= most_errors:
-                    return "too_many_errors", own, {}
-                if worker is not None and worker.is_stopped:
-                    return "out_of_time", own, {}
+                    outcome = "interrupted"
+                elif most_errors is not None and max(own.num_failed, num_failed) >= most_errors:
+                    outcome = "too_many_errors"
         finally:
-            if worker is not None:
-                worker.stop()
-    return "complete", own, {}
+            worker.stop()
+    return "out_of_time" if outcome == "complete" and queue.left else outcome, worker.stats, {}
 
 
 class HeldPart(msgspec.Struct, frozen=True):
@@ -124,28 +114,32 @@ class HeldPart(msgspec.Struct, frozen=True):
 
 def show_queue(url: str, format_: Format) -> None:
     """Print what is left of a run, who works on it and how long it takes. Raises: UsageError if there is no queue."""
-    folder, held = Folder(url), []
-    if (terms := distributed.queue.read_terms(folder)) is None:
+    if (terms := distributed.queue.read_terms(folder := Folder(url))) is None:
         raise UsageError(f"there is no queue in {url}, or its input is still being cut")
-    queue, manifest = distributed.queue.Queue(folder, terms), terms.manifest
-    left, newest = queue.update(), queue.leases.newest()
-    for part in left:
+    queue, manifest, held = distributed.queue.Queue(folder, terms), terms.manifest, []
+    queue.update()
+    newest = queue.leases.newest()
+    for part in queue.left:
         file = newest.get(distributed.queue.lease_name(part))
         if file is not None and not (holder := queue.leases.holder(file)).is_given_back:
             worker, held_s = holder.worker.rpartition(":")[0], holder.beat * LEASE_S / BEATS
             silent_s = max(folder.age_s(file), 0.0)
             held.append(HeldPart(part, worker, holder.num_rows, manifest.num_rows[part], held_s, silent_s))
     alive = [each for each in held if each.silent_s < LEASE_S]
-    num_rows, per_s = sum(manifest.num_rows), sum(each.num_done / each.held_s for each in alive if each.held_s)
-    left_s = (num_rows - queue.num_done - sum(each.num_done for each in alive)) / per_s if per_s else None
+    (num_done, num_failed), num_rows = queue.count(), sum(manifest.num_rows)
+    per_s = sum(each.num_done / each.held_s for each in alive if each.held_s)
+    left_s = (num_rows - num_done - sum(each.num_done for each in alive)) / per_s if per_s else None
     said = f"{len(queue.records):,} of {plural(manifest.num_parts, 'part')} are done"
-    said += f" ({queue.num_done:,} of {plural(num_rows, 'row')}, {queue.num_failed:,} failed)"
-    if left:
+    said += f" ({num_done:,} of {plural(num_rows, 'row')}, {num_failed:,} failed)"
+    if queue.left:
         workers = plural(len({each.worker for each in alive}), "worker")
-        said += f"; {len(alive):,} are with {workers}, {len(left) - len(alive):,} are free"
+        said += f"; {len(alive):,} are with {workers}, {len(queue.left) - len(alive):,} are free"
     said += "" if left_s is None else f"; about {duration_text(left_s)} left"
-    facts = {
-        **{"parts": manifest.num_parts, "parts_done": len(queue.records), "parts_held": len(alive), "rows": num_rows},
-        **{"rows_done": queue.num_done, "rows_failed": queue.num_failed, "left_s": left_s, "output": str(queue.output)},
+    facts: dict[str, object] = {
+        "parts": manifest.num_parts,
+        "parts_left": len(queue.left),
+        "rows": num_rows,
+        "rows_done": num_done,
     }
+    facts |= {"rows_failed": num_failed, "left_s": left_s}
     print_tables([table(HeldPart, "held", "Parts that workers have", held)], format_, facts=facts, story=[f"{said}."])

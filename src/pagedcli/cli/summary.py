@@ -1,7 +1,7 @@
 """Messages on stderr before and after a run, and the effective configuration."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -178,8 +178,13 @@ def say_odd(result: BatchResult, run: RunConfig) -> None:
     if num_double := result.stats.num_double_bos:
         what = "the tokenizer or the chat template adds one itself, so leave it out of the text"
         say_wrapped(f"note: {plural(num_double, 'prompt')} with two BOS tokens at the start: {what}")
-    for name, count in sorted(result.ignored.items()):
-        first = f"line {result.first_ignored[name]:,}: " if name in result.first_ignored else ""
+    say_ignored(result.ignored, result.first_ignored)
+
+
+def say_ignored(num_lines: Mapping[str, int], first_line: Mapping[str, int]) -> None:
+    """Print which fields of an input have no effect."""
+    for name, count in sorted(num_lines.items()):
+        first = f"line {first_line[name]:,}: " if name in first_line else ""
         say_wrapped(f"note: {first}{without_effect(name)} (in {plural(count, 'line')}; --strict refuses it)")
 
 

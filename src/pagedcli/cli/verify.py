@@ -1,5 +1,6 @@
 """`pagedcli verify`: whether two outputs are the same, row by row, and where they diverge."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ _MEANINGS = {
     "prompt_logprobs": "different log-probabilities of the prompt",
     "scores": "different scores",
     "answers": "different answers to a question",
+    "vectors": "different vectors",
 }
 
 
@@ -136,7 +138,7 @@ class ComparedFile:
     """One of several outputs, compared with the first one."""
 
     file: str
-    rows: int  # in either file
+    rows: int  # rows that either file has
     equal: Annotated[int | None, "equal rows"] = None  # None: it is the first file
     answers_differ: Annotated[int | None, "answers that differ"] = None
     with_target: Annotated[int, "rows with the right answer"] = 0
@@ -251,6 +253,9 @@ class _Comparison:
     largest_delta: float = 0.0
     differences: list[RowDifference] = field(default_factory=list)
     num_decided: int = 0  # rows with answers to questions
+    num_vectors: int = 0
+    largest_gap: tuple[float, str] = 0.0, ""  # the largest difference of a vector's elements, and the row
+    least_cosine: tuple[float, str] = math.inf, ""
     num_other_answers: int = 0  # rows with another text, or another best continuation, in B
     num_targets: int = 0  # rows whose right answer is known
     num_right: list[int] = field(default_factory=lambda: [0, 0])  # rows in A and B
@@ -268,6 +273,10 @@ class _Comparison:
             if a.scores is not None and b.scores is not None and len(a.scores.scores) == len(b.scores.scores):
                 self.scores.add(a.scores, b.scores)
             samples = list(zip(a.samples, b.samples, strict=False))
+            for gap, cosine in filter(None, (x.gap(y) for x, y in samples)):
+                self.num_vectors += 1
+                self.largest_gap = max(self.largest_gap, (gap, a.label))
+                self.least_cosine = min(self.least_cosine, (cosine, a.label))
             self.num_other_answers += a.answers != b.answers
             self._add_target(a, b)
             self.num_with_ids += any(x.token_ids is not None and y.token_ids is not None for x, y in samples)
@@ -309,6 +318,11 @@ class _Comparison:
             "num_compared_with_logprobs": self.num_with_logprobs,
             "largest_logprob_difference": self.largest_delta,
             **(self.scores.facts() if self.scores.num_rows else {}),
+            **(
+                {"vector_difference": self.largest_gap, "smallest_cosine": self.least_cosine}
+                if self.num_vectors
+                else {}
+            ),
         }
 
     def answer(self) -> str:
@@ -323,12 +337,17 @@ class _Comparison:
                 f" {first.label}{token}: {_MEANINGS[first.kind]}"
             )
         compared = ["scores"] * bool(self.scores.num_rows) + ["answers"] * bool(self.num_decided)
-        if self.scores.num_rows + self.num_decided < self.num_rows:
+        compared += ["vectors"] * bool(self.num_vectors)
+        if self.scores.num_rows + self.num_decided + self.num_vectors < self.num_rows:
             compared.append("token ids" if self.num_with_ids else "texts")
         if self.num_with_logprobs:
             compared.append("log-probabilities")
         within = f" within {self.tolerance:g}" if self.tolerance else ""
-        return f"{finding} (compared: {', '.join(compared)}{within})."
+        text = f"{finding} (compared: {', '.join(compared)}{within})."
+        if self.largest_gap[0]:
+            (gap, row), (cosine, of_row) = self.largest_gap, self.least_cosine
+            text += f" Vectors differ by {gap:.3g} at most ({row}); the smallest cosine is {cosine:.9g} ({of_row})."
+        return text
 
     def tables(self) -> list[Table]:
         num_different = self.kinds.total()
@@ -354,7 +373,7 @@ class _Comparison:
 
     def _notes(self) -> list[str]:
         notes: list[str] = []
-        if self.scores.num_rows + self.num_decided == self.num_rows:
+        if self.scores.num_rows + self.num_decided + self.num_vectors >= self.num_rows:
             return notes
         if not self.num_with_ids:
             notes.append("texts were compared, not token ids: generate --output-token-ids adds them")

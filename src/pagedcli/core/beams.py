@@ -51,7 +51,7 @@ class BeamToken:
     token_id: int
     logprob: float
     total: float  # sum of the log-probabilities of the output
-    candidates: Candidates  # of the beam
+    candidates: Candidates  # the beam's most likely next tokens
 
     def logprobs(self, num_top: int) -> TokenLogprobs:
         """Log-probabilities of the token and of the likeliest ones in its place."""

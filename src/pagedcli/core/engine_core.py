@@ -9,6 +9,8 @@ from collections.abc import Sequence as Ids
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 import pagedcli.events as ev
 from pagedcli.core.admission import admit, admit_scores
 from pagedcli.core.beams import Candidates
@@ -20,7 +22,7 @@ from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import Prefix, SeenPrefixes
 from pagedcli.core.requests import FinishedRequest, Forks, UnfinishedRequest
 from pagedcli.core.scheduler import Scheduler
-from pagedcli.core.scoring import SCORING
+from pagedcli.core.scoring import POOLED, SCORING, Pooling
 from pagedcli.core.sequence import Guide, ScoredPart, Sequence, SequenceFacts, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, LaunchedStep, StepBuilder, StepTokens
 from pagedcli.core.steps import FORWARD, SAMPLE, SCHEDULE, ScheduledStep, StepClock, TimedEmit
@@ -101,6 +103,7 @@ class EngineCore:
         make_guide: Callable[[], Guide] | None = None,
         make_prefixes: Callable[[], list[Prefix]] | None = None,
         continuations: Ids[Ids[int]] | None = None,
+        pooling: Pooling | None = None,
         is_private: bool = False,
     ) -> None:
         """Queue a request. May be called between any two steps.
@@ -109,21 +112,17 @@ class EngineCore:
         salt. `make_stop_checker` is called once per sample and returns a function that receives each new token and
         detects stop strings; `make_guide` returns the guide that restricts the next token; `make_prefixes` the chain of
         the prompt's full blocks, if only that is known. With `continuations` nothing is generated, and `params` do not
-        count: FinishedRequest.scores says how likely each is after the prompt. `is_private`: no prefix store is used.
+        count: FinishedRequest.scores says how likely each is after the prompt, or has the states to pool if they are
+        POOLED. `is_private`: no prefix store is used.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
-        try:
-            max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations)
-        except RequestError as error:
-            if self._emit is not None:
-                self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
-            raise
+        max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations, row_id)
         self._num_added += 1
         token_ids, targets = list(prompt_token_ids), None
         if continuations is not None:
-            params, targets = SCORING, ScoredPart.of_context(len(token_ids), continuations)
+            params, targets = SCORING, ScoredPart.of_context(len(token_ids), continuations, pooling)
             token_ids += [] if targets.together else continuations[0][:-1]
-        if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
+        if needs_all := params.prompt_logprobs is not None or pooling == "mean":  # cached blocks have neither
             cache_salt = f" prompt_logprobs {self._next_seq_id}"
         request = UnfinishedRequest(
             make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes
@@ -139,26 +138,38 @@ class EngineCore:
             eos_token_ids=frozenset() if params.ignore_eos else self.plan.eos_token_ids,
             cache_salt=cache_salt,
             targets=targets,
-            is_private=is_private or params.prompt_logprobs is not None,
+            is_private=is_private or needs_all,
             facts=SequenceFacts(row_id, self._now_s()),
         )
         request.seqs.append(seq)
         request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
         self._requests[request_id] = request
         self._forks.expect(seq)
-        if targets is not None and continuations is not None and targets.of_forks(continuations):
+        if targets is not None and targets.of_forks(continuations or ()):
             self._forks.expect_continuations(seq)
         self.scheduler.add(seq)
 
     def _admitted(
-        self, request_id: str, prompt: Ids[int], params: SamplingParams, continuations: Ids[Ids[int]] | None
+        self,
+        request_id: str,
+        prompt: Ids[int],
+        params: SamplingParams,
+        continuations: Ids[Ids[int]] | None,
+        row_id: str | None,
     ) -> int:
         """Most tokens that a new request may generate. Raises: RequestError."""
-        if request_id in self._requests:
-            raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
-        if continuations is None:
-            return admit(self.limits, prompt, params)
-        admit_scores(self.limits, prompt, continuations)
+        try:
+            if request_id in self._requests:
+                raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
+            if continuations is not POOLED and not self.limits.has_head:
+                raise RequestError("no_output_layer", "the checkpoint has no output layer: it only embeds texts")
+            if continuations is None:
+                return admit(self.limits, prompt, params)
+            admit_scores(self.limits, prompt, continuations)
+        except RequestError as error:
+            if self._emit is not None:
+                self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
+            raise
         return 0
 
     def has_unfinished_requests(self) -> bool:
@@ -356,7 +367,7 @@ class EngineCore:
             assert seq.targets is not None, "the sequence has targets"
             seq.targets.is_done = True
             seq.facts.first_token_s = seq.facts.finished_s = now_s
-            if any(score.logprob != score.logprob for score in seq.targets.found):
+            if any(np.isnan(each).any() for each in seq.targets.found):
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
             elif seq.finish_reason is None and not self._forks.is_kept(seq):
                 seq.finish_reason = "score"

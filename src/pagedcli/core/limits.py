@@ -37,6 +37,7 @@ class Limits:
     state_bytes: int = 0  # bytes per slot, over all layers with a state
     checkpoints: str = "branches"  # policy for snapshots of state, see core.snapshots
     vocab_size: int | None = None
+    has_head: bool = True  # the model has an output layer, without which it only makes vectors
     enable_prefix_caching: bool = True
     eviction: Eviction = "lru"
     preemption_policy: PreemptionPolicy = "last"

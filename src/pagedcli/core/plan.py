@@ -23,7 +23,7 @@ class Pool:
 
     num_blocks: int  # 0: none fits
     reason: str  # reason for this number
-    hint: str | None = None  # what to do if there are none
+    hint: str | None = None  # next action if there are none
     num_state_slots: int | None = None  # None: the model has no recurrent state
 
     def state_bytes(self, limits: Limits) -> int:

@@ -8,16 +8,19 @@ is a sequence, and each continuation of two or more tokens one that forks from i
     `4`              none: its only token is predicted by the context
 
 The context of a single continuation needs no fork: both are one sequence, 5 6 7 8 1 2, with three rows of logits.
+A vector is made of rows before the output layer: its request has one continuation, POOLED, which gets no score.
 Used by the engine core; needs no torch.
 """
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pagedcli.sampling_params import SamplingParams
 
 SCORING = SamplingParams(temperature=0)  # parameters of requests that generate nothing: none has an effect
+Pooling = Literal["last", "mean"]
+POOLED = [[0]]  # continuations of a request for a vector; the token stands for any
 
 
 class TokenScore(NamedTuple):
@@ -32,12 +35,12 @@ class ContinuationScore:
     """The scores of one continuation."""
 
     token_ids: list[int]
-    tokens: list[TokenScore]  # one per token
+    tokens: list[Any]  # a TokenScore per token; of POOLED the hidden states that make the vector, [E] float32
 
     @property
     def logprob(self) -> float:
         """The log-probability of the whole continuation: the sum."""
-        return sum(token.logprob for token in self.tokens)
+        return float(sum(token.logprob for token in self.tokens))
 
     @property
     def is_greedy(self) -> bool:
@@ -55,7 +58,8 @@ class Targets:
     together: bool = False  # whether this token predicts all of them; otherwise each is predicted by the one before
     num_fork_tokens: int = 0  # tokens computed by the sequences that fork from it
     index: int = 0  # place of the continuation in its row
-    found: list[TokenScore] = field(default_factory=list)  # scores so far: a preemption does not drop them
+    found: list[Any] = field(default_factory=list)  # scores or states so far: a preemption does not drop them
+    pools: bool = False  # hidden states are wanted, not scores
     is_done: bool = False  # its last token has been computed, and the result read
 
     def wanted(self, start: int, end: int) -> tuple[int, list[int]]:
@@ -67,16 +71,20 @@ class Targets:
         begin = max(start - self.first, len(self.found))
         return begin, list(range(self.first + begin, min(end, self.first + len(self.token_ids))))
 
-    def add(self, begin: int, scores: list[TokenScore]) -> None:
+    def add(self, begin: int, scores: list[Any]) -> None:
         """Scores of the tokens from index `begin` on; those that are known are the same."""
         self.found[begin : begin + len(scores)] = scores
 
     @classmethod
-    def of_context(cls, num_context_tokens: int, continuations: Items[Items[int]]) -> Self:
-        """What the first sequence of a request predicts."""
+    def of_context(
+        cls, num_context_tokens: int, continuations: Items[Items[int]], pooling: Pooling | None = None
+    ) -> Self:
+        """What the first sequence of a request predicts, or the tokens whose hidden states make a vector."""
         last = num_context_tokens - 1
+        if pooling == "mean":
+            return cls(num_context_tokens, POOLED[0] * num_context_tokens, 0, pools=True)
         if len(continuations) == 1:
-            return cls(num_context_tokens, list(continuations[0]), last)
+            return cls(num_context_tokens, list(continuations[0]), last, pools=pooling is not None)
         firsts, num_later = [token_ids[0] for token_ids in continuations], sum(len(each) - 1 for each in continuations)
         return cls(num_context_tokens, firsts, last, together=True, num_fork_tokens=num_later)
 

@@ -49,9 +49,9 @@ class SequenceStatus(Enum):
 class Draft(NamedTuple):
     """Guesses of a sequence's next tokens, which a step checks that is not read."""
 
-    token_ids: list[int]  # at least one
+    token_ids: list[int]  # one or more
     source: DraftSource
-    masks: Items[TokenMask] = ()  # what a guide lets come after each guess
+    masks: Items[TokenMask] = ()  # tokens that a guide allows after each guess
 
 
 @dataclass(slots=True, eq=False)

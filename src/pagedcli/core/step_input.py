@@ -14,7 +14,6 @@ import numpy as np
 
 from pagedcli.core.limits import Limits
 from pagedcli.core.sampling_input import Ints, SamplingInput
-from pagedcli.core.scoring import TokenScore
 from pagedcli.core.sequence import Sequence, TokenLogprobs
 from pagedcli.core.snapshots import HeldSlots
 from pagedcli.core.steps import ScheduledStep
@@ -33,6 +32,7 @@ class PromptPiece:
     first: int  # position of the first of these tokens, or its index among the targets of the sequence
     num_tokens: int
     num_top: int | None  # likeliest tokens at each position; None: the tokens are targets
+    pools: bool = False  # their hidden states are wanted instead, and they are not among the P tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class PromptRows:
 
     sampled: Ints  # [R] int64, which of these rows get a token
     scored: Ints  # [U] int64, which of them predict a given token, ascending
+    pooled: Ints  # [H] int64, which of them have wanted hidden states
     places: Ints  # [P] int64, for each token which of the U rows predicts it, ascending
     token_ids: Ints  # [P] int64
-    pieces: tuple[PromptPiece, ...]  # the P tokens, in order
+    pieces: tuple[PromptPiece, ...]  # the P tokens, in order, and those that are pooled
 
     @property
     def num_top(self) -> int:
@@ -108,7 +109,7 @@ class TargetScores:
 
     seq_id: int
     first: int  # index of the first one
-    scores: list[TokenScore]
+    scores: list[Any]  # TokenScore, or hidden states [E] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class LaunchedStep:
     scored: dict[int, Sequence]  # seq_id -> a sequence with given tokens to score in this step
     computed: list[Sequence]  # sequences with targets of which it computes the last token
     drafted: list[Sequence]  # sequences whose draft it checks: they have further rows
-    has_beams: bool  # what can be scheduled next depends on which of them are kept
+    has_beams: bool  # the next step depends on which beams are kept
     sample: Callable[[SamplingInput], TokensToRead] | None = None
 
     def rows_that_count(self, token_ids: Items[int | None]) -> Iterable[tuple[int, Sequence, int | None]]:
@@ -383,7 +384,7 @@ def prompt_rows(
     rows that get a token, ascending.
     """
     pieces: list[PromptPiece] = []
-    rows: list[int] = []
+    rows, pooled = list[int](), list[int]()
     token_ids: list[int] = []
     for seq, start, done, count in zip(seqs, starts.tolist(), computed.tolist(), new.tolist(), strict=True):
         if seq.targets is not None:
@@ -394,12 +395,14 @@ def prompt_rows(
             end = done if num_top is None or seq.sample_index else min(done + count, seq.num_prompt_tokens - 1)
             first, positions = done + 1, list(range(done, end))
         if positions:
-            pieces.append(PromptPiece(seq.seq_id, first, len(positions), num_top))
-            rows += [start + position - done for position in positions]
-            token_ids += given[first : first + len(positions)]
+            pools = seq.targets is not None and seq.targets.pools
+            pieces.append(PromptPiece(seq.seq_id, first, len(positions), num_top, pools))
+            (pooled if pools else rows).extend(start + position - done for position in positions)
+            token_ids += [] if pools else given[first : first + len(positions)]
     if not pieces:
         return None
     scored, places = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
-    both = np.union1d(sampled, scored).astype(np.int64)
-    of_both = np.searchsorted(both, sampled), np.searchsorted(both, scored)
-    return both, PromptRows(*of_both, places, np.array(token_ids, dtype=np.int64), tuple(pieces))
+    states, ids = np.array(pooled, dtype=np.int64), np.array(token_ids, dtype=np.int64)
+    wanted = np.union1d(np.union1d(sampled, scored), states).astype(np.int64)
+    place = wanted.searchsorted
+    return wanted, PromptRows(place(sampled), place(scored), place(states), places, ids, tuple(pieces))

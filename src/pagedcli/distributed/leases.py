@@ -38,11 +38,9 @@ class Lease:
 
     name: str
     file: str
-    renewed_s: float  # on the clock of its Leases
     beat: int = 0
     num_rows: int = 0
     num_sent_bytes: int | None = None  # of the part's journal; None: it is being fetched
-    is_lost: bool = False  # somebody else has it now, or it could not be renewed for as long as it lasts
 
 
 class Leases:
@@ -78,28 +76,25 @@ class Leases:
         if newest is not None and not self._is_free(newest):
             return None
         generation = 0 if newest is None else int(newest[-4:]) + 1
-        lease = Lease(name, f"lease/{name}.{generation:04}", self._clock())
+        lease = Lease(name, f"lease/{name}.{generation:04}")
         if not self._folder.create(lease.file, msgspec.json.encode(Holder(self._worker))):
             return None
         self.held.add(lease)
         return lease
 
-    def renew(self) -> None:
-        """Renew all leases held, or find that they are lost."""
-        try:
-            newest = self.newest()
-            for lease in list(self.held):
-                lease.is_lost |= newest[lease.name] != lease.file
-                self._write(lease)
-        except (PagedcliError, OSError):  # the next beat tries again
-            for lease in list(self.held):
-                lease.is_lost |= self._clock() - lease.renewed_s > LEASE_S
+    def renew(self, lease: Lease, *, is_given_back: bool = False) -> None:
+        """Say that its holder lives; if it cannot be said, the next beat may do so before the lease expires."""
+        with suppress(PagedcliError, OSError), self._lock:
+            if lease in self.held:
+                self._observe(lease)
+                lease.beat += 1
+                holder = Holder(self._worker, lease.beat, lease.num_rows, is_given_back)
+                self._folder.write(lease.file, msgspec.json.encode(holder))
 
     def release(self, lease: Lease, *, give_back: bool = True) -> None:
-        """Renew a lease no more. With `give_back` another may take it at once; if that cannot be said, it expires."""
-        with suppress(PagedcliError, OSError):
-            if give_back:
-                self._write(lease, is_given_back=True)
+        """Renew a lease no more. With `give_back` another may take it at once."""
+        if give_back:
+            self.renew(lease, is_given_back=True)
         with self._lock:
             self.held.discard(lease)
 
@@ -110,7 +105,8 @@ class Leases:
 
         def renew() -> None:
             while not ended.wait(LEASE_S / BEATS):
-                self.renew()
+                for lease in list(self.held):
+                    self.renew(lease)
 
         thread = threading.Thread(target=renew, name="leases", daemon=True)
         thread.start()
@@ -121,15 +117,6 @@ class Leases:
             thread.join()
             for lease in list(self.held):
                 self.release(lease)
-
-    def _write(self, lease: Lease, *, is_given_back: bool = False) -> None:
-        with self._lock:
-            if lease in self.held and not lease.is_lost:
-                self._observe(lease)
-                lease.beat += 1
-                holder = Holder(self._worker, lease.beat, lease.num_rows, is_given_back)
-                self._folder.write(lease.file, msgspec.json.encode(holder))
-                lease.renewed_s = self._clock()
 
     def _is_free(self, file: str) -> bool:
         before_s, holder = self._clock(), self.holder(file)

@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     suffix: str  # '.jsonl' or '.parquet'
     num_rows: list[int]  # one number per part
     costs: list[int]  # tokens to compute in each part
-    local_time: datetime | None = None  # of the run's first start, which chat templates see; None: of an older version
+    local_time: datetime | None = None  # first start, for chat templates; None: not known
 
     @property
     def num_parts(self) -> int:

@@ -28,6 +28,7 @@ from pagedcli.errors import UsageError
 if TYPE_CHECKING:
     from pagedcli.distributed.worker import Worker
 
+POLL_S = 1.0
 _TERMS, _INPUTS, _JOURNAL = "queue.json", "inputs", "journal"
 
 
@@ -47,9 +48,10 @@ def join(folder: Folder, output: str, asked: dict[str, str], local: Path, cut: C
     while (terms := read_terms(folder)) is None:
         if leases.take("cut", leases.newest().get("cut")) is not None:
             with leases.renewed():
-                _send_cut(folder, asked, cut())
+                _send_cut(folder, asked, parts := cut())
+            parts.remove_work()
         else:
-            time.sleep(1)
+            time.sleep(POLL_S)
     if differ := settings_that_differ(terms.asked, asked):
         hint = "use the same input and settings, or another --queue and -o"
         raise UsageError(f"the queue {folder} is of a run with other settings; {'; '.join(differ)}", hint=hint)
@@ -100,6 +102,7 @@ class Queue:
         self.manifest = terms.manifest
         self.leases = Leases(folder, self._send_journal, clock=clock)
         self.records: dict[int, RunRecord] = {}  # of the parts that are done
+        self.left = list(range(self.manifest.num_parts))  # the others
         self._folder = folder
         self._inputs = terms.inputs
         self._last: int | None = None  # the part taken last
@@ -119,61 +122,60 @@ class Queue:
         self._local = PartFolder(local)
         self.update()
 
-    def update(self) -> list[int]:
-        """Read the records of the parts that were done meanwhile. Returns the parts that are left."""
-        names, parts = set(self.output.names()), range(self.manifest.num_parts)
-        for number in parts:
-            if number not in self.records and self.manifest.part(number) in names:
-                self.records[number] = self._record(number)
-        return [number for number in parts if number not in self.records]
+    def update(self) -> None:
+        """Read the records of the parts that were done meanwhile."""
+        names = set(self.output.names())
+        done = [number for number in self.left if self.manifest.part(number) in names]
+        self.records = self.records | {number: self._record(number) for number in done}  # others iterate over it
+        self.left = [number for number in self.left if number not in self.records]
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.records) == self.manifest.num_parts
-
-    @property
-    def num_done(self) -> int:
-        """Rows."""
-        return sum(record.num_rows for record in self.records.values())
-
-    @property
-    def num_failed(self) -> int:
-        """Rows of the parts that are done."""
-        return sum(record.num_failed_rows for record in self.records.values())
+    def count(self) -> tuple[int, int]:
+        """The rows of the parts that are done, and the failed ones of these."""
+        records = self.records.values()
+        return sum(each.num_rows for each in records), sum(each.num_failed_rows for each in records)
 
     def take(self) -> Lease | None:
         """Take a part that is not done and that no living worker has."""
         while True:
-            left, newest = self.update(), self.leases.newest()
-            free = [number for number in left if lease_name(number) not in newest]
+            self.update()
+            newest = self.leases.newest()
+            free = [number for number in self.left if lease_name(number) not in newest]
             if not free:
                 break
             self._last = next_part(free, self._last)
             if lease := self.leases.take(lease_name(self._last), None):
                 return lease
         held = {lease.name for lease in list(self.leases.held)}
-        names = [name for name in map(lease_name, left) if name not in held]
+        names = [name for name in map(lease_name, self.left) if name not in held]
         return next((lease for name in names if (lease := self.leases.take(name, newest[name]))), None)
 
-    def run_next(self, worker: "Worker") -> None:
-        """Make a part that nobody has, once there is one; nothing if all are done. Called from several threads."""
-        while not self.is_complete:
+    def run_next(self, worker: "Worker") -> bool:
+        """Make a part that nobody has, once there is one. Returns False if all are done, or the worker was stopped.
+        Called from several threads."""
+        while self.left and not worker.is_stopped:
             with self._taking:
                 lease = self.take()
             if lease is not None:
-                return self.run(lease, worker)
-            time.sleep(1)
-        return None
+                self.run(lease, worker)
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def run_all(self, worker: "Worker") -> None:
+        """Make parts while there are any."""
+        while self.run_next(worker):
+            pass
 
     def run(self, lease: Lease, worker: "Worker") -> None:
-        """Make the part of a lease, or the rest of it, and send it, unless the worker is stopped or loses the lease."""
+        """Make the part of a lease, or the rest of it, and send it, unless the worker is stopped."""
         number, is_made = int(lease.name), False
         try:
-            is_made = not self._fetch(lease) or worker.run_part(number, is_lost=lambda: lease.is_lost)
+            is_made = not self._fetch(lease) or worker.run_part(number)
             if is_made:
                 self._finish(number)
         except FileNotFoundError:
-            if self.update():  # else others have completed the run, and removed its work
+            self.update()
+            if self.left:  # else others have completed the run, and removed its work
                 raise
         finally:
             self.leases.release(lease, give_back=not is_made)

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -63,9 +62,8 @@ class Worker:
     def is_stopped(self) -> bool:
         return self._stream.is_stopped
 
-    def run_part(self, number: int, *, is_lost: Callable[[], bool] = lambda: False) -> bool:
-        """Process a part, or the rest of it. Returns False if the worker was stopped before its end, or `is_lost` was
-        true: then no more rows of the part are started."""
+    def run_part(self, number: int) -> bool:
+        """Process a part, or the rest of it. Returns False if the worker was stopped before its end."""
         if self._folder.is_done(number):
             return True
         lines = {each.line.index: each for each in self._folder.lines(number)}
@@ -76,20 +74,15 @@ class Worker:
                 if each.is_duplicate:
                     part.write_error(each, self._duplicate_row(each))
             todo = [each for each in todo if not each.is_duplicate]
-            num_submitted = 0
-            while num_submitted < len(todo) and not is_lost():
-                self._stream.submit(todo[num_submitted].line, part)
-                num_submitted += 1
-            part.expect(num_submitted)
+            part.expect(len(todo))
+            for each in todo:
+                self._stream.submit(each.line, part)
             part.wait()
         except BaseException:
             part.sink.abandon()
             if self._stream.is_stopped:
                 return False
             raise
-        if num_submitted < len(todo):
-            part.sink.abandon()
-            return False
         digest = InputDigest()
         for each in lines.values():
             digest.add(each.line)
@@ -134,8 +127,7 @@ class _PartRun:
     def __init__(self, sink: FileSink, indexes: list[int]) -> None:
         self.sink = sink
         self._places = {index: place for place, index in enumerate(indexes)}
-        self._num_written = self._num_flushed = 0
-        self._num_expected: int | None = None
+        self._num_left = 0
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -146,9 +138,10 @@ class _PartRun:
         self.sink.write(self._places[each.line.index], each.line.digest, row, key=None)
 
     def expect(self, num_rows: int) -> None:
-        """Announce the number of rows that were submitted."""
-        self._num_expected = num_rows
-        self._check_done()
+        """Announce the number of rows that will be submitted."""
+        self._num_left = num_rows
+        if not num_rows:
+            self._done.set()
 
     def wait(self) -> None:
         """Wait until all rows are in the journal. Raises: the error that stopped the engine."""
@@ -156,20 +149,16 @@ class _PartRun:
         if self._error is not None:
             raise self._error
 
-    def _check_done(self) -> None:
-        if self._num_flushed == self._num_expected:
-            self._done.set()
-
     # ------------------------------------------------------------------ called by the engine's thread
 
     def write(self, index: int, line_digest: int, row: bytes, *, key: bytes | None) -> None:
         self.sink.write(self._places[index], line_digest, row, key=key)
-        self._num_written += 1
+        self._num_left -= 1
 
     def flush(self) -> None:
         self.sink.flush()
-        self._num_flushed = self._num_written
-        self._check_done()  # only now: from here on only the part's thread uses the sink
+        if not self._num_left:  # only now: from here on only the part's thread uses the sink
+            self._done.set()
 
     def fail(self, error: BaseException) -> None:
         self._error = error

@@ -51,7 +51,6 @@ class CaptureWriter(Closes):
     """
 
     def __init__(self, path: Path, sources: Sequence[str], *, tokens: bool) -> None:
-        self.path = path
         self._lines = LineWriter(path, "recording")
         self._redactor = None if tokens else Redactor()
         self._encoder = msgspec.json.Encoder()

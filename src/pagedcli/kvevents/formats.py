@@ -56,19 +56,15 @@ class EventFormat(Protocol):
 
     def owns(self, plain: Any) -> bool:
         """Whether a decoded message is of this format; the first one in FORMATS that says so reads it."""
-        ...
 
     def is_line(self, record: Fields) -> bool:
         """Whether a file may have such objects as its lines, without a header."""
-        ...
 
     def read(self, plain: Any) -> wire.Batch:
         """Decode a message. Raises: WireError if it is none; single events that cannot be read are counted."""
-        ...
 
     def redacted(self, plain: Any, redactor: Redacts) -> Any:
         """The message with the same shape, from which no prompt can be recovered."""
-        ...
 
 
 def decode_batch(payload: bytes) -> wire.Batch:
@@ -86,12 +82,8 @@ def format_of(plain: Any) -> "EventFormat":
     return found
 
 
-class _UnknownType(Exception):
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _read_event(event: Any, batch: wire.Batch) -> wire.KVEvent:
+def _read_event(event: Any, batch: wire.Batch) -> wire.KVEvent | None:
+    """The event; None for one of an unknown type, which is noted."""
     if type(event) is dict:
         tag = event.get("type")
         fields = event
@@ -103,7 +95,8 @@ def _read_event(event: Any, batch: wire.Batch) -> wire.KVEvent:
         raise wire.WireError("an event without a type")
     known = _READERS.get(tag)
     if known is None:
-        raise _UnknownType(tag)
+        _keep_name(batch.unknown_types, tag)
+        return None
     names, read = known
     if type(event) is list:
         fields = dict(zip(names, event[1:], strict=False))
@@ -333,14 +326,12 @@ class TaggedEvents:
         if len(plain) < 2 or not isinstance(plain[1], list):
             raise wire.WireError("not a batch of events")
         batch = wire.Batch([], wire.checked_time(plain[0]), wire.checked_rank(plain[2] if len(plain) > 2 else None))
-        append = batch.events.append
         for event in plain[1]:
             try:
-                append(_read_event(event, batch))
+                if (known := _read_event(event, batch)) is not None:
+                    batch.events.append(known)
             except wire.WireError:
                 batch.num_malformed += 1
-            except _UnknownType as unknown:
-                _keep_name(batch.unknown_types, unknown.name)
         return batch
 
     def redacted(self, plain: Any, redactor: Redacts) -> Any:

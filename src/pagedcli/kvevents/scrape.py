@@ -16,23 +16,24 @@ from pagedcli.remote import Remote, ServerError, checked_url, shown_url
 _EVERY_S = 2.0
 MetricKind = Literal["gauge", "counter"]
 
-# sample name: (key, description, gauge or counter); of several names for one key, a server has one
-_SAMPLES: dict[str, tuple[str, str, MetricKind]] = {
-    "vllm:num_requests_running": ("running", "requests running", "gauge"),
-    "vllm:num_requests_waiting": ("waiting", "requests waiting", "gauge"),
-    "vllm:kv_cache_usage_perc": ("usage", "KV cache usage, 1 = full", "gauge"),
-    "vllm:gpu_cache_usage_perc": ("usage", "KV cache usage, 1 = full", "gauge"),
-    "vllm:prefix_cache_queries_total": ("queries", "prompt tokens looked up", "counter"),
-    "vllm:gpu_prefix_cache_queries_total": ("queries", "prompt tokens looked up", "counter"),
-    "vllm:prefix_cache_hits_total": ("hits", "prompt tokens hit", "counter"),
-    "vllm:gpu_prefix_cache_hits_total": ("hits", "prompt tokens hit", "counter"),
-    "vllm:num_preemptions_total": ("preemptions", "preemptions", "counter"),
-    "sglang:num_running_reqs": ("running", "requests running", "gauge"),
-    "sglang:num_queue_reqs": ("waiting", "requests waiting", "gauge"),
-    "sglang:token_usage": ("usage", "KV cache usage, 1 = full", "gauge"),
-    "sglang:prompt_tokens_total": ("queries", "prompt tokens looked up", "counter"),
-    "sglang:cached_tokens_total": ("hits", "prompt tokens hit", "counter"),
-}
+# key: description, gauge or counter, and the names of its samples, of which a server has one
+_FIGURES: dict[str, tuple[str, MetricKind, str]] = {
+    "running": ("requests running", "gauge", "vllm:num_requests_running sglang:num_running_reqs"),
+    "waiting": ("requests waiting", "gauge", "vllm:num_requests_waiting sglang:num_queue_reqs"),
+    "usage": (
+        "KV cache usage, 1 = full", "gauge", "vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc sglang:token_usage",
+    ),
+    "queries": (
+        "prompt tokens looked up", "counter",
+        "vllm:prefix_cache_queries_total vllm:gpu_prefix_cache_queries_total sglang:prompt_tokens_total",
+    ),
+    "hits": (
+        "prompt tokens hit", "counter",
+        "vllm:prefix_cache_hits_total vllm:gpu_prefix_cache_hits_total sglang:cached_tokens_total",
+    ),
+    "preemptions": ("preemptions", "counter", "vllm:num_preemptions_total"),
+}  # fmt: skip
+_KEYS = {name: key for key, (_, _, names) in _FIGURES.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,9 @@ class Metrics:
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                known = _SAMPLES.get(sample.name)
-                if known is None:
+                key = _KEYS.get(sample.name)
+                if key is None:
                     continue
-                key = known[0]
                 together = max if key == "usage" else float.__add__
                 values[key] = together(values[key], float(sample.value)) if key in values else float(sample.value)
         self._last = values
@@ -88,8 +88,7 @@ class Metrics:
 
     def figures(self) -> Iterator[Metric]:
         """All figures that the server provides, in a fixed order."""
-        meanings = {key: (meaning, kind) for key, meaning, kind in _SAMPLES.values()}
-        for key, (meaning, kind) in meanings.items():
+        for key, (meaning, kind, _) in _FIGURES.items():
             if key not in self._last:
                 continue
             if kind == "gauge":

@@ -46,14 +46,11 @@ class Subscriber(Closes):
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sources: dict[zmq.Socket[bytes], int] = {}
-        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # reports lost connections of -> socket
+        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # monitor of lost connections -> its socket
         self._lost: list[int] = []
         try:
             for source, endpoint in enumerate(endpoints):
-                socket = self._context.socket(zmq.SUB)
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
-                socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+                socket = self._receiver(zmq.SUB)
                 socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
                 self._sources[socket] = source
                 monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -68,6 +65,12 @@ class Subscriber(Closes):
     @property
     def can_replay(self) -> bool:
         return bool(self._replays)
+
+    def _receiver(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, _RECEIVE_QUEUE), (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)):
+            socket.setsockopt(option, value)
+        return socket
 
     def receive(self, timeout_s: float) -> Iterator[tuple[int, list[bytes]]]:
         """Yield (source, frames) of queued messages, for a limited time; waits for the first up to the timeout."""
@@ -107,10 +110,7 @@ class Subscriber(Closes):
     ) -> Iterator[list[bytes]]:
         """The messages numbered from `first` to before `before` that the publisher still has. Ends early if the
         publisher does not answer for `idle_s` seconds."""
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
-        socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+        socket = self._receiver(zmq.DEALER)
         try:
             connect(socket, self._replays[source])
             socket.send_multipart([b"", struct.pack(">Q", first)])
@@ -122,7 +122,7 @@ class Subscriber(Closes):
                     message = split_frames(frames)
                 except WireError:
                     continue
-                if message.ends_replay or (before is not None and message.seq is not None and message.seq >= before):
+                if message.seq is not None and message.seq >= (END_OF_REPLAY if before is None else before):
                     return
                 yield [message.topic, *frames[-2:]]
         finally:
@@ -145,7 +145,7 @@ class PublisherSocket(Closes):
     """
 
     def __init__(self, endpoint: str) -> None:
-        self._seq = 0
+        self.num_sent = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._lock = threading.Lock()
@@ -170,18 +170,14 @@ class PublisherSocket(Closes):
         self._thread = threading.Thread(target=self._answer, name="kv-events-replay", daemon=True)
         self._thread.start()
 
-    @property
-    def num_sent(self) -> int:
-        return self._seq
-
     def send(self, payload: bytes) -> None:
         with self._lock:
-            self._kept.append((self._seq, payload))
+            self._kept.append((self.num_sent, payload))
             self._kept_bytes += len(payload)
             while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
                 self._kept_bytes -= len(self._kept.popleft()[1])
-        self._socket.send_multipart([_TOPIC, struct.pack(">Q", self._seq), payload])
-        self._seq += 1
+        self._socket.send_multipart([_TOPIC, struct.pack(">Q", self.num_sent), payload])
+        self.num_sent += 1
 
     def _answer(self) -> None:
         while not self._closing.is_set():

@@ -301,18 +301,6 @@ class TreeShape:
                 next_sibling[place], first_child[parent] = first_child[parent], place
 
 
-class Shapes:
-    """The shapes of trees that do not change meanwhile, each computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[ServerTree, TreeShape] = {}
-
-    def __call__(self, tree: ServerTree) -> TreeShape:
-        if tree not in self._known:
-            self._known[tree] = TreeShape(tree)
-        return self._known[tree]
-
-
 @dataclass(slots=True)
 class TreeBranch:
     """A run of blocks without a fork, and the size of its subtree."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         triton_products,
         triton_recurrent,
         triton_sampling,
+        triton_stream,
     )
 else:
     __getattr__ = modules_of(__name__)
@@ -27,4 +28,5 @@ __all__ = [
     "triton_products",
     "triton_recurrent",
     "triton_sampling",
+    "triton_stream",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.errors import BackendError
+from pagedcli.layers.kinds import Routing
 
 
 @functools.cache
@@ -131,16 +132,16 @@ def split_heads(
     the pairs (2i, 2i + 1) are rotated; q and k then hold their first elements before their second ones, which changes
     no product of the two.
 
-    Shapes:  qkv [T, (H + 2G) * D], q heads first; norm None or (weight [H + G, D], eps); angles of rotary_rows, or
-             None: no rotation;
+    Shapes:  qkv [T, (H + 2G) * D], q heads first, or [T, (H + G) * D] where K is V; norm None or (weight [H + G, D],
+             eps); angles of rotary_rows, or None: no rotation;
              returns q [T, H, D] contiguous, k and v [T, G, D] with strided rows.
     """
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, heads.shape[1] - num_kv_heads :]  # without V these are K
     if norm is not None and not norms_last:
         qk = rms_norm(qk, *norm)  # q and k in one pass
     if angles is not None:
-        qk = _rotate_first(qk, *angles, interleaved=interleaved)
+        qk = rotate_first(qk, *angles, interleaved=interleaved)
     if norm is not None and norms_last:
         qk = rms_norm(qk, *norm)
     return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v
@@ -158,8 +159,9 @@ def split_gate(qkv: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tens
     return torch.cat((q.flatten(1), qkv[:, width:]), dim=1), gate.flatten(1)
 
 
-def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """rotate of the first R elements of each head. Shapes: x [T, heads, D]; cos, sin [T, 1, R]."""
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """rotate of the first R elements of each head, `interleaved` as in split_heads. Shapes: x [T, heads, D]; cos, sin
+    [T, 1, R]."""
     first, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     if interleaved:
         first = torch.cat((first[..., ::2], first[..., 1::2]), dim=-1)
@@ -206,19 +208,6 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu2": lambda up: F.relu(up).square(),  # So et al., Primer, 2021
     "ungated_gelu": lambda up: F.gelu(up, approximate="tanh"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a router picks experts and weights them."""
-
-    num_per_token: int
-    renormalize: bool  # the picked scores are divided by their sum
-    sigmoid: bool = False  # scores are sigmoids of the logits instead of their softmax
-    scale: float = 1.0  # factor of the picked scores
-    least_sum: float = 0.0  # number added to their sum before they are divided by it
-    groups: tuple[int, int, int] | None = None  # see models.mlps.Experts
-    nearness: float = 0.0  # see there
 
 
 def route(
@@ -274,33 +263,27 @@ class ExpertLoop:
     expert_scales: Tensor | None = None  # the same
 
     def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-        """For each token the weighted sum of its experts' results, plus sigmoid(gate) * shared.
+        """For each token the weighted sum of its experts' results, added in their order, plus sigmoid(gate) * shared.
 
         Shapes:  x [T, E]; logits [T, X] of the router; shared [T, E], or None: nothing is added; gate [T, 1], or None:
                  `shared` counts in full; returns [T, E].
         """
-        out = weighted_sum(self.experts, x, *route(logits, self.routing, self.router_bias, self.expert_scales))
+        weights, chosen = route(logits, self.routing, self.router_bias, self.expert_scales)
+        chosen, places = chosen.sort(-1)
+        weights, order = weights.gather(1, places), chosen.flatten().argsort(stable=True)
+        inputs = x.index_select(0, order // chosen.shape[1])
+        results = torch.empty_like(inputs)
+        start = 0
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                part = slice(start, start + count)
+                results[part] = expert(inputs[part])
+                start += count
+        out = _summed(results * weights.flatten()[order, None], order, chosen.shape[1])
         if shared is not None:
             out += shared if gate is None else gate.sigmoid() * shared
         return out
-
-
-def weighted_sum(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """For each token the weighted sum of its experts' results, added in the order of the experts.
-
-    Shapes:  x [T, E]; weights, chosen [T, K] of route; returns [T, E].
-    """
-    chosen, places = chosen.sort(-1)
-    weights, order = weights.gather(1, places), chosen.flatten().argsort(stable=True)
-    inputs = x.index_select(0, order // chosen.shape[1])
-    results = torch.empty_like(inputs)
-    start = 0
-    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()):
-        if count:
-            part = slice(start, start + count)
-            results[part] = experts[expert](inputs[part])
-            start += count
-    return _summed(results * weights.flatten()[order, None], order, chosen.shape[1])
 
 
 def _summed(results: Tensor, order: Tensor, num_per_token: int) -> Tensor:

@@ -176,7 +176,7 @@ class NativeLinear:
             self._call("linear_pack_int8_codes", codes, weight.scales.float().contiguous(), *tensors.values())
             return tensors
         weight, order = weight.in_order
-        source, struct = _Codes(weight.source), self.struct
+        source, struct = _codes(weight.source), self.struct
         struct.kind = {4: structs.CODES4, 5: structs.CODES5, 6: structs.CODES6, 8: structs.CODES8}[weight.bits]
         if weight.levels:
             struct.kind = structs.LEVELS4 if weight.levels == E2M1 else structs.IQ4
@@ -196,13 +196,11 @@ class NativeLinear:
         )
         return {"weight": packed} if order is None else {"weight": packed, "order": order.to(torch.int32)}
 
-    def _pack_grouped(self, codes: "_Codes", weight: CodedWeight) -> Tensor:
+    def _pack_grouped(self, codes: structs.CodesStruct, weight: CodedWeight) -> Tensor:
         """Scales that are products of steps and bytes as those, otherwise a scale and a minimum in float32 for each
         group."""
-        self.struct.chunk, self.struct.scale_type = (
-            weight.group_size,
-            structs.MINIMA if weight.steps is None else structs.STEPS,
-        )
+        self.struct.chunk = weight.group_size
+        self.struct.scale_type = structs.MINIMA if weight.steps is None else structs.STEPS
         packed = self._empty()
         scales = (weight.scales, weight.minima) if weight.steps is None else (None, None)
         own, steps = weight.factors, weight.steps
@@ -226,34 +224,25 @@ class NativeLinear:
         padded_rows: int = self._functions.linear_padded_rows(ctypes.byref(self.struct))
         return padded_rows
 
-    def _call(self, name: str, *arguments: "Tensor | _Codes | int") -> None:
+    def _call(self, name: str, *arguments: Tensor | structs.CodesStruct | int) -> None:
         """A packing function, with the addresses of tensors and structs."""
         values = map(_address, arguments)
         getattr(self._functions, name)(ctypes.byref(self.struct), *values, torch.get_num_threads())
 
 
-class _Codes:
+def _codes(source: Tensor | BlockCodes) -> structs.CodesStruct:
     """The codes of a weight, as the packing functions take them."""
-
-    def __init__(self, source: Tensor | BlockCodes) -> None:
-        if isinstance(source, Tensor):
-            self._kept = source.contiguous()
-            self.struct = structs.CodesStruct(bytes=self._kept.data_ptr())
-            return
-        self._kept = source.raw.contiguous()
-        _, num_blocks, block_bytes = self._kept.shape
+    kept = (source if isinstance(source, Tensor) else source.raw).contiguous()
+    found = structs.CodesStruct(bytes=kept.data_ptr())
+    found.kept = kept  # as long as the struct points there
+    if isinstance(source, BlockCodes):
         planes = [structs.PlaneStruct(*astuple(plane)) for plane in source.planes]
-        self.struct = structs.CodesStruct(
-            self._kept.data_ptr(),
-            block_bytes,
-            source.shape[1] // num_blocks,
-            source.flipped,
-            len(planes),
-            tuple(planes),
-        )
+        found.num_planes, found.planes, found.flipped = len(planes), tuple(planes), source.flipped
+        found.block_bytes, found.block_columns = kept.shape[2], source.shape[1] // kept.shape[1]
+    return found
 
 
-def _address(argument: Tensor | _Codes | int) -> int:
+def _address(argument: Tensor | structs.CodesStruct | int) -> int:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
-    return argument if isinstance(argument, int) else ctypes.addressof(argument.struct)
+    return argument if isinstance(argument, int) else ctypes.addressof(argument)

@@ -4,7 +4,6 @@ Heads, MLP and vocabulary are split; partial sums are all-reduced.
 Source: Shoeybi et al., Megatron-LM, 2019.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -68,18 +67,6 @@ SINGLE = ParallelContext()
 
 
 @dataclass(frozen=True, slots=True)
-class SummedLinear:
-    """A linear layer with its inputs split over the ranks: the sum of all ranks' results. Only rank 0 has the bias."""
-
-    linear: Callable[[Tensor], Tensor]
-    parallel: ParallelContext
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: x [T, in / size] -> [T, out]."""
-        return self.parallel.all_reduce(self.linear(x))
-
-
-@dataclass(frozen=True, slots=True)
 class VocabularyEmbedding:
     """An embedding table with its rows split over the ranks."""
 
@@ -98,16 +85,3 @@ class VocabularyEmbedding:
             ours = (input_ids >= first) & (input_ids < end)
             rows = F.embedding((input_ids - first).where(ours, 0), self.weight) * ours[:, None]
         return self.parallel.all_reduce(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyHead:
-    """The output layer, split over the ranks: returns the logits of the whole vocabulary."""
-
-    linear: Callable[[Tensor], Tensor]
-    vocab_size: int
-    parallel: ParallelContext
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: x [R, E] -> [R, V], on every rank."""
-        return self.parallel.gather_columns(self.linear(x), self.vocab_size)

@@ -122,7 +122,7 @@ class CodedWeight:
         return out
 
     def _of_inputs(self, of_groups: Tensor) -> Tensor:
-        """[rows, groups] -> float32 [rows, in]."""
+        """The numbers of groups for each of their inputs. Shapes: [rows, groups] -> float32 [rows, in]."""
         if self.groups is not None:
             return of_groups.float()[:, self.groups]
         spread = of_groups.float().unsqueeze(-1).expand(-1, -1, self.group_size)
@@ -181,8 +181,7 @@ def unpacked(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
 
     Shapes:  words [a, b] with ceil(size * bits / 32) along dim; returns [a, b] with `size` along dim.
     """
-    num_bytes = words.contiguous().view(torch.uint8).view(*words.shape, 4)  # little-endian, as safetensors
-    parts = [num_bytes] if bits == 8 else [num_bytes & 15, num_bytes >> 4]
-    numbers = torch.stack(parts, -1).flatten(2)  # [a, b, numbers of a word]
+    word_bytes = words.contiguous().view(torch.uint8).view(*words.shape, 4)  # little-endian, as safetensors
+    numbers = bit_fields(word_bytes, bits, 1)  # [a, b, numbers of a word]
     spread = numbers.transpose(1, 2).flatten(0, 1) if dim == 0 else numbers.flatten(1)
     return spread.narrow(dim, 0, size)

@@ -17,32 +17,6 @@ from torch import Tensor
 from pagedcli.attention.base import PagedBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateHeads:
-    """The heads of a recurrence, and how its inputs lie in a projected row."""
-
-    num_heads: int  # H
-    num_key_heads: int  # heads of k and q, or of B and C; each serves neighbouring heads, if not `tiled`
-    key_dim: int  # N
-    value_dim: int  # P
-    corrects: bool  # a gated delta rule; False: a selective scan
-    interleaved: bool = False  # key head by key head: q, k, v, z; and b, a
-    tiled: bool = False  # a key head serves not neighbours, but every num_key_heads-th head
-    correction: float = 1.0  # factor of a delta rule's correction
-    by_channel: bool = False  # each channel of a key is forgotten at a rate of its own, as in Kimi delta attention
-    limits: tuple[float, float] = (0.0, 0.0)  # bounds of a selective scan's step size
-
-    @property
-    def channels(self) -> int:
-        """Columns of q, k and v, or of x, B and C."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def values_per_key(self) -> int:
-        """Columns of v that a key head serves."""
-        return self.num_heads // self.num_key_heads * self.value_dim
-
-
 @dataclass(slots=True)
 class StateStep:
     """Where the sequences of a step read and write their states."""
@@ -54,11 +28,11 @@ class StateStep:
     max_new: int  # most new tokens of a sequence
     cu_q_host: list[int]
     num_tokens_host: list[int]
-    work: Any = None  # what the Triton kernels compute once per step, for all layers
+    work: Any = None  # result of the Triton kernels' preparation, once per step for all layers
 
     @classmethod
     def of(cls, batch: PagedBatch) -> "StateStep | None":
-        """None for a model without states."""
+        """The places of a batch's states; None for a model without states."""
         if batch.state_reads is None or batch.state_writes is None:
             return None
         assert batch.state_ends is None, "only the native kernels take guesses"

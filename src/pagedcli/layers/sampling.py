@@ -41,7 +41,9 @@ def choose_tokens(
         return layers.triton_sampling.choose_tokens(logits, temperature, uniform, limits)
     floor = None if limits is None else floors(logits, temperature, limits)
     if (native := _kernels(logits)) is not None:
-        return _native_draw(native, logits, temperature, uniform, floor)
+        tokens, temperature = torch.empty(logits.shape[0], dtype=torch.int64), temperature.float().contiguous()
+        _run(native.sampling_draw, logits, temperature, uniform.float().contiguous(), floor, tokens)
+        return tokens
     if num_drawn == logits.shape[0]:
         return draw_tokens(logits, temperature, uniform, floor)
     tokens = likeliest_tokens(logits)
@@ -64,15 +66,8 @@ def _run(kernel: Any, logits: Tensor, *arguments: Tensor | None) -> None:
     kernel(DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, *pointers, torch.get_num_threads())
 
 
-def _native_draw(native: Any, logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None) -> Tensor:
-    """As draw_tokens; the argmax of rows with temperature 0."""
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    _run(native.sampling_draw, logits, temperature.float().contiguous(), uniform.float().contiguous(), floor, tokens)
-    return tokens
-
-
 def floors(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
-    """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
+    """The smallest logit that the limits of each row keep, [R] float32; -inf where there are none."""
     if (native := _kernels(logits)) is not None:
         found, top_k = torch.empty(logits.shape[0]), limits.top_k.int().contiguous()
         temperature, top_p, min_p = (each.float().contiguous() for each in (temperature, limits.top_p, limits.min_p))
@@ -114,22 +109,21 @@ def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     num_rows, vocab_size = scores.shape
     count = min(count, vocab_size)
-    library = loaded_library()
-    if scores.is_cuda or library is None or count == 0:
+    scores = scores.contiguous()
+    if count == 0 or (native := _kernels(scores)) is None:
         starts = range(0, max(num_rows, 1), _ROWS)
         found = [_top_tokens(scores[start : start + _ROWS], count) for start in starts]
         values, tokens = (torch.cat(parts) for parts in zip(*found, strict=True))
         return values, tokens
-    scores = scores.contiguous()
     values, tokens = torch.empty((num_rows, count)), torch.empty((num_rows, count), dtype=torch.int64)
-    bind(library.functions).sampling_top(
+    native.sampling_top(
         scores.data_ptr(), num_rows, vocab_size, count, values.data_ptr(), tokens.data_ptr(), torch.get_num_threads()
     )
     return values, tokens
 
 
 def _top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """By one 64-bit number per token: the float's bits in an order that integers share, then V - 1 - the token id."""
+    """top_tokens by one 64-bit number per token: the float's bits in an order that integers share, then V - 1 - id."""
     last = scores.shape[1] - 1
     bits = scores.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)

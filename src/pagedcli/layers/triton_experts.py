@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.attention.triton_launch import power_of_2
-from pagedcli.layers.basic import Routing
 from pagedcli.layers.basic import route as route_in_torch
+from pagedcli.layers.kinds import Routing
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.triton_layers import LOG2E, gated
 from pagedcli.layers.triton_products import KernelWeight, add_product, kernel_weight, processors_of, scaled

@@ -279,36 +279,87 @@ def rotate_and_store_kernel(
     FP8: tl.constexpr,
 ):
     """One program per (token, HEADS heads): q, k normed and rotated; k and v to the token's slot, unless it is -1."""
-    HALF: tl.constexpr = D // 2
-    TURNED: tl.constexpr = ROTATED // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     half = tl.arange(0, BLOCK_HALF)[None, :]
-    # each element and its partner; from TURNED on they are any two that are not rotated
-    here, there = half, half + HALF
-    if TURNED < HALF:
-        here, there = tl.where(half < TURNED, half, half + TURNED), tl.where(half < TURNED, half + TURNED, half + HALF)
-    inside = (head < H + 2 * G) & (half < HALF)
-    dtype = q_out_ptr.dtype.element_ty
-    is_v = head >= H + G
-    at, partner = here, there  # their places in qkv
-    if INTERLEAVED:
-        moves = (half < TURNED) & (head < H + G)
-        at, partner = tl.where(moves, 2 * half, here), tl.where(moves, 2 * half + 1, there)
+    at, partner = places_in_head(half, head < H + G, D, ROTATED, INTERLEAVED)
+    inside = (head < H + 2 * G) & (half < D // 2)
     row = qkv_ptr + token * (FIRST_V + G) * D
-    source = row + tl.where(is_v, head - (H + G) + FIRST_V, head) * D
+    source = row + tl.where(head >= H + G, head - (H + G) + FIRST_V, head) * D
     first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+    mean = 1.0
+    if NORM == "heads":
+        mean = ((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D)[:, None]
+    elif NORM == "all":
+        q_column, k_column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+        q = tl.load(row + q_column, mask=q_column < H * D, other=0.0).to(tl.float32)
+        k = tl.load(row + H * D + k_column, mask=k_column < G * D, other=0.0).to(tl.float32)
+        mean = tl.where(head < H, tl.sum(q * q, 0) / (H * D), tl.sum(k * k, 0) / (G * D))
+    store_heads(
+        first, second, mean, token, token >= 0, head, half, inside, norm_ptr, table_ptr, scales_ptr, positions_ptr,
+        slots_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, eps, k_inverse, v_inverse, H, G, S, D, BLOCK_STRIDE,
+        NORM is not None, NORM_VALUES, ROTATED, INTERLEAVED, SCALED, FP8,
+    )  # fmt: skip
+
+
+@triton.jit
+def places_in_head(half, turns, D: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Each element and its partner, where the projection has them; from ROTATED / 2 on any two that are not rotated.
+    `turns`: whether they are of q or k."""
+    TURNED: tl.constexpr = ROTATED // 2
+    here, there = half, half + D // 2
+    if TURNED < D // 2:
+        here = tl.where(half < TURNED, half, half + TURNED)
+        there = tl.where(half < TURNED, half + TURNED, half + D // 2)
+    if INTERLEAVED:
+        moves = (half < TURNED) & turns
+        here, there = tl.where(moves, 2 * half, here), tl.where(moves, 2 * half + 1, there)
+    return here, there
+
+
+@triton.jit
+def store_heads(
+    first,  # float32, at places_in_head: heads of a token, or a head of tokens
+    second,
+    mean,  # of their squares, with NORM
+    token,
+    live,  # which tokens exist
+    head,
+    half,
+    inside,
+    norm_ptr,  # this and the rest: see rotate_and_store_kernel
+    table_ptr,
+    scales_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    eps,
+    k_inverse,
+    v_inverse,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
+    ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """q, k normed and rotated; q to q_out, k and v to the tokens' slots, unless they are -1."""
+    TURNED: tl.constexpr = ROTATED // 2
+    dtype = q_out_ptr.dtype.element_ty
+    is_v = head >= H + G
+    at, partner = places_in_head(half, head < H + G, D, ROTATED, INTERLEAVED)
+    here, there = places_in_head(half, True, D, ROTATED, False)  # in q_out and the cache
     rotated = inside & (head < H + G)
     x, y = first, second
-    if NORM is not None:
-        if NORM == "heads":
-            mean = ((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D)[:, None]
-        else:
-            q_column, k_column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-            q = tl.load(row + q_column, mask=q_column < H * D, other=0.0).to(tl.float32)
-            k = tl.load(row + H * D + k_column, mask=k_column < G * D, other=0.0).to(tl.float32)
-            mean = tl.where(head < H, tl.sum(q * q, 0) / (H * D), tl.sum(k * k, 0) / (G * D))
+    if NORM:
         scale = 1.0 / tl.sqrt(mean + eps)
         weight = norm_ptr + head * D
         x = _weighted(x * scale, tl.load(weight + at, mask=rotated, other=0.0), dtype).to(tl.float32)
@@ -316,21 +367,23 @@ def rotate_and_store_kernel(
         if NORM_VALUES:
             first, second = first * scale, second * scale
     if ROTATED:
-        angle = table_ptr + tl.load(positions_ptr + token) * ROTATED + half
+        angle = table_ptr + tl.load(positions_ptr + token, mask=live, other=0) * ROTATED + half
         cos = tl.load(angle, mask=half < TURNED, other=1.0).to(tl.float32)
         sin = tl.load(angle + TURNED, mask=half < TURNED, other=0.0).to(tl.float32)
         new_x = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
         new_y = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
         x, y = new_x, new_y
     if SCALED:
-        scale = tl.where(head < H, tl.load(scales_ptr + tl.load(positions_ptr + token)).to(tl.float32), 1.0)
+        of_position = tl.load(scales_ptr + tl.load(positions_ptr + token, mask=live, other=0)).to(tl.float32)
+        scale = tl.where(head < H, of_position, 1.0)
         x, y = x.to(dtype).to(tl.float32) * scale, y.to(dtype).to(tl.float32) * scale
     x, y = tl.where(is_v, first, x), tl.where(is_v, second, y)
     q_out = q_out_ptr + (token * H + head) * D
     tl.store(q_out + here, x.to(dtype), mask=inside & (head < H))
     tl.store(q_out + there, y.to(dtype), mask=inside & (head < H))
-    slot = tl.load(slots_ptr + token).to(tl.int64) if G > 0 else -1
-    if slot >= 0:
+    if G > 0:
+        slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
+        inside &= slot >= 0
         kv_head = tl.where(is_v, head - H - G, head - H)
         place = slot // S * BLOCK_STRIDE + (kv_head * S + slot % S) * D
         # through the model's dtype, so that every way of filling the cache leaves the same in it

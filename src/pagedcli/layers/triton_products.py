@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.errors import ModelError
+from pagedcli.layers.linear import Linear
 from pagedcli.layers.quantized import E2M1, CodedWeight, Weight
 
 _CONVERTS_FLOAT8 = (8, 9)  # the first compute capability that does; others read the bits
@@ -156,6 +157,16 @@ class TritonLinear:
             sizes = weight.constants | {"SPLITS": num_splits, "BIAS": has_bias, "BLOCK": _COLUMNS_PER_SUM}
             sum_splits_kernel[grid](sums, scales, bias, out, num_tokens, **sizes, num_warps=4)
         return out
+
+
+def weight_of(linear: object) -> tuple[KernelWeight, Tensor | None] | None:
+    """The weight and bias of a linear layer; None if a kernel cannot multiply by the weight as it is kept."""
+    if isinstance(linear, TritonLinear):
+        return None if linear._order is not None else (linear._weight, linear._bias)
+    if not isinstance(linear, Linear) or linear.weight is None or not linear.weight.is_contiguous():
+        return None
+    num_out, num_in = linear.weight.shape
+    return KernelWeight("floats", num_out, num_in, num_in, linear.weight), linear.bias
 
 
 # From so many tokens on a weight is unpacked once per call and multiplied by cuBLAS. On an H200 256 tokens of a layer

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.attention.triton_launch import power_of_2
-from pagedcli.layers.recurrent import StateHeads, StateStep
+from pagedcli.layers.kinds import StateHeads
+from pagedcli.layers.recurrent import StateStep
 
 CHUNK = 16  # tokens whose recurrence is one set of matrix products; divides the block sizes that CUDA takes
 _BLOCK_CHANNELS = 128

@@ -22,23 +22,11 @@ from pagedcli.models.spec import ModelSpec, layer_groups
 class CausalLM(Protocol):
     """A language model that reads and writes the paged cache through an attention backend."""
 
+    spec: ModelSpec
     # What each layer requires of the attention backend. The scales of an fp8 cache are set after loading.
     attention_layers: tuple[AttentionLayer, ...]
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The facts of the model."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user on how this model runs, one line each."""
-        ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, shared ones counted once."""
-        ...
+    notes: tuple[str, ...]  # notes for the user on how the model runs, one line each
+    weight_bytes: int  # bytes of all weights, shared ones counted once
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """One step: hidden states of the new tokens, after the final norm.

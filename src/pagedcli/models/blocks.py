@@ -6,7 +6,7 @@ would double that."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from pagedcli.layers.basic import (
     norm_all,
     rms_norm,
     rotary_rows,
-    rotate,
+    rotate_first,
     split_gate,
     split_heads,
 )
@@ -56,20 +56,6 @@ class LayerStep:
     def attending(self, x: Tensor) -> Tensor:
         """Shapes: x [T, ...] -> [A, ...]."""
         return x if self.late is None else x.index_select(0, self.late.tokens)
-
-    def rotate_and_store(self, qkv: Tensor, num_heads: int, num_kv_heads: int, **options: Any) -> Tensor:
-        """layers.triton_layers.rotate_and_store into the layer's cache."""
-        q: Tensor = fused_layers().rotate_and_store(
-            qkv,
-            num_heads,
-            num_kv_heads,
-            slots=self.slots,
-            k_cache=self.k_cache,
-            v_cache=self.v_cache,
-            kv_scales=(self.layer.k_scale, self.layer.v_scale),
-            **options,
-        )
-        return q
 
 
 def layer_steps(
@@ -149,7 +135,7 @@ class Join:
     multiplier: float  # factor of the added tensor
     factor: float  # factor of the sum
     eps: float
-    added_eps: float  # epsilon of norm_added
+    added_eps: float | None  # epsilon of norm_added; None: eps
     centred: bool = False  # `norm` subtracts the mean, too, see layers.basic.layer_norm; norm_added is then None
 
     def __call__(self, hidden: Tensor | None, residual: Tensor) -> Tensor:
@@ -180,7 +166,7 @@ Body: TypeAlias = Callable[[Tensor, ForwardStep], Tensor]  # the normed residual
 class ResidualBranch:
     """A body that computes what is added to the residual stream next."""
 
-    join: Join  # what comes before it
+    join: Join  # the addition and the norm before it
     body: Body
 
     def __call__(self, hidden: Tensor | None, residual: Tensor, step: ForwardStep) -> Tensor:
@@ -198,6 +184,7 @@ class AttentionBody:
         self.num_kv_heads = mixer.num_kv_heads if mixer.keeps else 0  # G; 0: it has those of an earlier layer
         self.qkv = parts.linear(f"{key}.qkv")  # E -> (H + 2G) * D; (H + G) * D where K is V
         self.norm = parts.qk_norm(mixer, key)  # norm of q and k: weight [H + G, D] and eps, or None
+        self.eps = parts.eps
         # norm of V, or of K as V before it is normed: weight [D] float32
         self.value_norm = torch.ones(mixer.head_dim, device=parts.device) if mixer.value_norm else None
         self.norms_all, self.norms_last = mixer.qk_norm == "all", mixer.norms_last
@@ -226,8 +213,6 @@ class AttentionBody:
         return self.out(out) if out.shape[0] else x[:0]
 
     def _write(self, qkv: Tensor, step: ForwardStep, layer: LayerStep) -> Tensor:
-        if self.value_norm is not None:
-            return self._write_normed(qkv, self.value_norm, step, layer)
         sizes, norm = (self.num_heads, self.num_kv_heads), self.norm
         if norm is not None and self.norms_all:
             norm_all(qkv, *sizes, *norm)
@@ -244,25 +229,19 @@ class AttentionBody:
         )
         if self.query_scales is not None:
             q *= self.query_scales.index_select(0, step.positions)[:, None, None]
-        layer.write(self.backend, k, v)
+        if self.num_kv_heads:
+            layer.write(self.backend, k, v if self.value_norm is None else rms_norm(v, self.value_norm, self.eps))
         return q
 
-    def _write_normed(self, qkv: Tensor, value_norm: Tensor, step: ForwardStep, layer: LayerStep) -> Tensor:
-        assert self.norm is not None, "every such layer norms its heads"
-        assert self.table is not None, "every such layer has a rotary embedding"
-        (weight, eps), num_heads, num_kept = self.norm, self.num_heads, self.num_kv_heads
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        turned = rotate(rms_norm(heads[:, : num_heads + num_kept], weight, eps), *step.angles_of(self.table))
-        if num_kept:
-            values = rms_norm(heads[:, -num_kept:], value_norm, eps)  # without V these are K
-            layer.write(self.backend, turned[:, num_heads:], values)
-        return turned[:, :num_heads].contiguous()
-
     def _rotate_and_store(self, qkv: Tensor, step: ForwardStep, layer: LayerStep) -> Tensor:
-        return layer.rotate_and_store(
+        q: Tensor = fused_layers().rotate_and_store(
             qkv,
             self.num_heads,
             self.num_kv_heads,
+            slots=layer.slots,
+            k_cache=layer.k_cache,
+            v_cache=layer.v_cache,
+            kv_scales=(layer.layer.k_scale, layer.layer.v_scale),
             norm=self.norm,
             norms_all=self.norms_all,
             norms_values=self.value_norm is not None,
@@ -271,6 +250,7 @@ class AttentionBody:
             query_scales=self.query_scales,
             positions=step.positions,
         )
+        return q
 
 
 NORM_EPS = 1e-6  # norms of latents and query vectors; config.json's is for the others
@@ -311,13 +291,11 @@ class LatentAttentionBody:
         return self.out(self.value_up(out).flatten(1)) if out.shape[0] else x[:0]
 
     def _rotated(self, x: Tensor, step: ForwardStep) -> Tensor:
-        """Shapes: x [T, heads, R], whose first elements come first in the result, as in layers.basic.split_heads."""
+        """Shapes: x [T, heads, R]."""
         rope = self.mixer.rope
-        if self.table is None:
+        if rope is None or self.table is None:
             return x
-        if rope is not None and rope.interleaved:
-            x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-        return rotate(x, *step.angles_of(self.table))
+        return rotate_first(x, *step.angles_of(self.table), interleaved=rope.interleaved)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -81,6 +81,9 @@ def check_supported(config: dict[str, Any], where: Path) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelError(f"{where}: architectures is {architectures!r}, not a list of names")
+    named = (str(config.get("model_type")), *architectures)
+    if config.get("is_causal") is False or any("bidirec" in name.lower() for name in named):
+        raise ModelError(f"{where}: each token of {named[-1]} attends to later ones, too, which is not supported")
     text_config = config.get("text_config")
     for fields in (config, text_config if isinstance(text_config, dict) else {}):
         for name in _LARGEST.keys() & fields.keys():
@@ -156,6 +159,8 @@ def todays_name(name: str, body: str = "model") -> str:
     """The name that transformers has for a tensor now. `body`: of the language model."""
     for part, today in _PARTS.items():
         name = name.replace(part, today)
+    if name.startswith(("embed_tokens.", "layers.", "norm.")):  # saved without an output layer
+        return f"{body}.{name}"
     if name.startswith(_OF_TEXT):
         return body + name.removeprefix("model")
     begin = next((begin for begin in _RENAMED if name.startswith(begin)), "")
@@ -205,13 +210,15 @@ def _files(folder: Path) -> list[Path]:
     return [file] if file.is_file() else sorted(each for each in folder.glob("*.safetensors") if each.is_file())
 
 
-def has_own_head(folder: Path) -> bool:
+def stored_head(folder: Path) -> Literal["own", "equal", "absent"]:
     """Whether the output layer is stored with other numbers than the embedding table: transformers then ties neither,
-    whatever config.json says. False for files that cannot be read: loading them is refused with the reason."""
+    whatever config.json says. "equal" for files that cannot be read: loading them is refused with the reason."""
     stored = {todays_name(name): tensor for file in _files(folder) for name, tensor in _tensors(file)}
     heads = [tensor for name, tensor in stored.items() if _HEAD.fullmatch(name)]
     tables = [tensor for name, tensor in stored.items() if _TABLE.fullmatch(name) and not _HEAD.fullmatch(name)]
-    return bool(tables) and any(not any(map(head.equals, tables)) for head in heads)
+    if tables and not any(name.startswith(("lm_head.", "embed_out.")) for name in stored):
+        return "absent"
+    return "own" if tables and any(not any(map(head.equals, tables)) for head in heads) else "equal"
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, _Stored]]:

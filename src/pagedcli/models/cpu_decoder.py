@@ -144,7 +144,7 @@ class _Builder(Parts):
 
     def __init__(self, request: DecoderRequest, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]) -> None:
         super().__init__(request, request.spec, tensors, formats)
-        self.kept: list[object] = []  # what the structs point into
+        self.kept: list[object] = []  # tensors, layers and structs that the structs point into
         self.weight_bytes = 0
 
     def tables(self) -> tuple[Tensor | None, NativeLinear]:
@@ -210,12 +210,12 @@ class _Builder(Parts):
             layer_norm=_CENTRED[spec.norm.centred],
             side_by_side=spec.layers[0].norms == "shared",
             eps=spec.norm.eps,
-            added_eps=spec.norm.added_eps,
+            added_eps=spec.norm.eps if spec.norm.added_eps is None else spec.norm.added_eps,
             attention_scale=spec.attention_layers[0].scale,
             soft_cap=attention.soft_cap or 0.0,
             residual_multiplier=spec.scales.residual,
             layers=ctypes.addressof(layers),
-            final_norm=self._norm("final_norm"),
+            final_norm=self._address(self.norm("final_norm")),
             **self._inputs(),
         )
 
@@ -225,15 +225,15 @@ class _Builder(Parts):
             return {}
         return {
             "input_size": self._spec.layer_inputs.size,
-            "input_table": self._taken("layer_table"),
+            "input_table": self._address(self.small("layer_table")),
             "input_projection": self._unquantized("layer_projection"),
-            "input_norm": self._norm("layer_projection_norm"),
+            "input_norm": self._address(self.norm("layer_projection_norm")),
         }
 
     def _layer(self, spec: LayerSpec, key: str) -> structs.LayerStruct:
         layer = structs.LayerStruct(scalar=1.0)
         for name in _NORMS:
-            setattr(layer, name, self._norm(f"{key}.{name}"))
+            setattr(layer, name, self._address(self.norm(f"{key}.{name}")))
         match spec.mixer:
             case LatentAttention() as mixer:
                 layer.num_heads, layer.num_kv_heads, layer.head_dim = mixer.heads
@@ -268,7 +268,7 @@ class _Builder(Parts):
         layer.reads, layer.keys_as_values = not mixer.keeps, mixer.keys_as_values
         layer.num_heads, layer.num_kv_heads, layer.head_dim = mixer.heads
         layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
-        layer.sinks = self._taken(f"{key}.sinks")
+        layer.sinks = self._address(self.small(f"{key}.sinks"))
         if mixer.output_gate is not None and mixer.output_gate.module is not None:
             layer.gates_per_head = mixer.num_gates // mixer.num_heads
             layer.softplus_gates = mixer.output_gate.softplus
@@ -296,8 +296,8 @@ class _Builder(Parts):
             rank=mixer.rank,
             nope_dim=mixer.nope_dim,
             value_dim=mixer.value_dim,
-            query_norm=self._norm(f"{key}.query_norm"),
-            latent_norm=self._norm(f"{key}.latent_norm"),
+            query_norm=self._address(self.norm(f"{key}.query_norm")),
+            latent_norm=self._address(self.norm(f"{key}.latent_norm")),
             eps=NORM_EPS,
             key_up=ctypes.addressof(ups[0]),
             value_up=ctypes.addressof(ups[1]),
@@ -330,8 +330,8 @@ class _Builder(Parts):
             least_sum=experts.least_sum,
             nearness=experts.nearness,
             **dict(zip(("num_groups", "num_kept_groups", "num_best"), experts.groups or (), strict=False)),
-            router_bias=self._taken(f"{key}.router_bias"),
-            expert_scales=self._taken(f"{key}.expert_scales"),
+            router_bias=self._address(self.small(f"{key}.router_bias")),
+            expert_scales=self._address(self.small(f"{key}.expert_scales")),
             router=self._unquantized(f"{key}.router"),
             gate_up=ctypes.addressof(gate_up),
             down=ctypes.addressof(down),
@@ -359,21 +359,23 @@ class _Builder(Parts):
             channels=shape.channels,
             eps=self._spec.norm.eps,
             conv=self._address(self.conv(key)),
-            conv_bias=self._taken(f"{key}.conv_bias"),
-            skip=self._taken(f"{key}.skip"),
+            conv_bias=self._address(self.small(f"{key}.conv_bias")),
+            skip=self._address(self.small(f"{key}.skip")),
             inner=self._linear(f"{key}.inner").struct,
             out=self._linear(f"{key}.out").struct,
         )
         if isinstance(shape, ShortConv):
             struct.kind = structs.SHORT_CONV
         else:
-            struct.decay, struct.step_bias = self._address(self.decay(key)), self._taken(f"{key}.step_bias")
-            struct.norm = self._taken(f"{key}.gated_norm")
-        if isinstance(shape, GatedDelta):
-            struct.kind, struct.gates = structs.GATED_DELTA, self._unquantized(f"{key}.gates")
-            struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_value_heads
+            struct.decay = self._address(self.decay(key))
+            struct.step_bias = self._address(self.small(f"{key}.step_bias"))
+            struct.norm = self._address(self.small(f"{key}.gated_norm"))
+            struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_heads
             struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim
             struct.interleaved, struct.tiled, struct.correction = shape.interleaved, shape.tiled, shape.correction
+            struct.least_step, struct.most_step = shape.limits
+        if isinstance(shape, GatedDelta):
+            struct.kind, struct.gates = structs.GATED_DELTA, self._unquantized(f"{key}.gates")
             struct.eps = struct.eps if shape.eps is None else shape.eps
         if isinstance(shape, KimiDelta):
             struct.kind, struct.gates = structs.KIMI_DELTA, self._unquantized(f"{key}.gates")
@@ -381,20 +383,10 @@ class _Builder(Parts):
             struct.decay_up = self._unquantized(f"{key}.decay_up")
             struct.shares_down = self._linear(f"{key}.shares_down").struct
             struct.shares_up = self._linear(f"{key}.shares_up").struct
-            struct.num_key_heads = struct.num_heads = shape.num_heads
-            struct.key_dim = struct.value_dim = shape.head_dim
         if isinstance(shape, Mamba2):
             struct.kind, struct.norm_group = structs.MAMBA2, shape.gate_group
-            struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads
-            struct.key_dim, struct.value_dim = shape.state_size, shape.head_dim
-            struct.least_step, struct.most_step = shape.step_limits
         self.kept.append(struct)
         return ctypes.addressof(struct)
-
-    def _taken(self, key: str) -> int | None:
-        """The address of a small tensor; None if the model does not have it."""
-        tensor = self._tensors.pop(key, None)
-        return None if tensor is None else self._address(tensor)
 
     def _mlp(self, mlp: Mlp, key: str) -> tuple[structs.LinearStruct, structs.LinearStruct]:
         first = self._linear(f"{key}.{mlp.input_name}", gated=mlp.gated)
@@ -420,12 +412,10 @@ class _Builder(Parts):
         self.weight_bytes += linear.nbytes
         return linear
 
-    def _norm(self, key: str) -> int | None:
-        """The address of a norm's weight; None if the model does not have it."""
-        weight = self.norm(key)
-        return None if weight is None else self._address(weight)
-
-    def _address(self, weight: Tensor) -> int:
+    def _address(self, weight: Tensor | None) -> int | None:
+        """The address of a small tensor or of a norm's weight; None if the model does not have it."""
+        if weight is None:
+            return None
         weight = weight.contiguous()
         self.kept.append(weight)
         self.weight_bytes += weight.nbytes

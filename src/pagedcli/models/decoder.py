@@ -14,9 +14,9 @@ from pagedcli import layers
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, Routing, fused_layers, rms_norm, xielu
+from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, fused_layers, rms_norm, xielu
 from pagedcli.layers.linear import unpacked_note
-from pagedcli.layers.parallel import VocabularyEmbedding, VocabularyHead
+from pagedcli.layers.parallel import VocabularyEmbedding
 from pagedcli.layers.quantized import Weight
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models import blocks
@@ -31,6 +31,7 @@ from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import Mixer, ModelSpec
 from pagedcli.models.stacking import UnreadTensors, kept_dtype
+from pagedcli.models.stream import Stream, stream_of
 from pagedcli.models.tensors import Parameter, linear_formats
 from pagedcli.models.weights import open_weights
 
@@ -52,6 +53,10 @@ class Decoder:
         branches, self._last = build.branches()
         num_early = build.num_early_branches
         self._branches, self._late_branches = branches[:num_early], branches[num_early:]
+        self._stream: Stream | None = None
+        if request.backend.kernels == "fused":
+            self._stream, why = stream_of(branches, self._last, spec, request)
+            self.notes += (f"no fused kernels for {spec.architecture}: {why}",) if why else ()
         self._first_late = sum(layer.mixer.attends for layer in spec.layers[: spec.last_keeper])
         self.weight_bytes = vector_bytes(parameters, request.dtype) + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
@@ -64,6 +69,9 @@ class Decoder:
         residual = scaled_embedding(self._embedding(input_ids), self.spec)
         if self._layer_inputs is not None:
             step.layer_inputs = self._layer_inputs(input_ids, residual)
+        if self._stream is not None and self._stream.serves(batch):
+            self._stream(residual, step)
+            return self._last(None, residual)
         hidden: Tensor | None = None  # the previous branch's addition to the residual
         for branch in self._branches:
             hidden = branch(hidden, residual, step)
@@ -119,9 +127,9 @@ class LayerBuilder(TorchParts):
 
     num_early_branches = 0  # branches that every token runs through: up to the mixer of the last keeper
 
-    def tables(self) -> tuple[Callable[[Tensor], Tensor], VocabularyHead, int]:
-        """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
-        its format allows it, so that there is no second copy."""
+    def tables(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], int]:
+        """The embedding, the output layer, which has the whole vocabulary on every rank, and their bytes. A tied
+        embedding is read from a packed output layer, where its format allows it, so that there is no second copy."""
         tied, vocab_size, parallel = self._spec.tie_word_embeddings, self._spec.vocab_size, self._request.parallel
         table = self._tensors.pop("embedding")
         modules, bias = self.output(table)
@@ -130,7 +138,10 @@ class LayerBuilder(TorchParts):
             table = layer_format.widened(modules, dtype)
         made = layer_format.output_layer(modules, bias, dtype, self.kernels, table if tied else None)
         linear, num_bytes, rows = made
-        head = VocabularyHead(linear, vocab_size, parallel)
+
+        def head(x: Tensor) -> Tensor:
+            return parallel.gather_columns(linear(x), vocab_size)
+
         if tied and rows is not None and parallel.size == 1:
             return rows, head, num_bytes
         return VocabularyEmbedding(table, vocab_size, parallel), head, table.nbytes + num_bytes
@@ -174,17 +185,14 @@ class LayerBuilder(TorchParts):
         if layer.norms == "shared":
             bodies = {"input_norm": blocks.BesideMlp(self._place(index), *bodies.values())}
         if spec.layer_inputs is not None:
-            bodies["layer_input"] = self._layer_input(index, key, ACTIVATIONS[spec.layer_inputs.activation])
+            gate, out = self.plain_linear(f"{key}.input_gate"), self.plain_linear(f"{key}.input_out")
+            bodies["layer_input"] = blocks.LayerInput(index, gate, ACTIVATIONS[spec.layer_inputs.activation], out)
         return bodies
 
     def _place(self, index: int) -> int:
         """The number of a layer among those that attend, or among those that keep a state, as it does."""
         attends = [layer.mixer.attends for layer in self._spec.layers[: index + 1]]
         return attends.count(attends[-1]) - 1
-
-    def _layer_input(self, index: int, key: str, activation: Callable[[Tensor, Tensor], Tensor]) -> blocks.LayerInput:
-        gate, out = self.plain_linear(f"{key}.input_gate"), self.plain_linear(f"{key}.input_out")
-        return blocks.LayerInput(index, gate, activation, out)
 
     def _join(self, norm_after: Tensor | None, factor: float, norm: str) -> blocks.Join:
         style, residual = self._spec.norm, self._spec.scales.residual
@@ -193,12 +201,9 @@ class LayerBuilder(TorchParts):
         )
 
     def _mixer(self, mixer: Mixer, place: int, key: str) -> blocks.Body:
-        bodies: dict[type, Callable[..., blocks.Body]] = {
-            Attention: blocks.AttentionBody,
-            LatentAttention: blocks.LatentAttentionBody,
-        }
-        body: blocks.Body = (bodies | BODIES)[type(mixer)](self, mixer, place, key)
-        return body
+        bodies: dict[type, Callable[..., blocks.Body]]
+        bodies = {Attention: blocks.AttentionBody, LatentAttention: blocks.LatentAttentionBody, **BODIES}
+        return bodies[type(mixer)](self, mixer, place, key)
 
     def _mlp(self, spec: Mlp | Experts, key: str) -> blocks.MlpBody | blocks.ExpertsBody | blocks.ExpertsBesideMlp:
         experts = spec if isinstance(spec, Experts) else None
@@ -234,22 +239,17 @@ class LayerBuilder(TorchParts):
 
     def _mixture(self, key: str, spec: Experts) -> "ExpertLoop | layers.triton_experts.GroupedExperts":
         """All experts of a layer, and their routing."""
-        numbers = spec.scale, spec.least_sum, spec.groups, spec.nearness
-        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, *numbers)
-        router_bias, expert_scales = (
-            self._tensors.pop(f"{key}.{name}", None) for name in ("router_bias", "expert_scales")
-        )
+        router_bias, expert_scales = self.small(f"{key}.router_bias"), self.small(f"{key}.expert_scales")
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
             experts = [self._expert(each, spec.each) for each in keys]
-            return ExpertLoop(experts, routing, router_bias, expert_scales)
-
+            return ExpertLoop(experts, spec, router_bias, expert_scales)
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
         biases = gate_up_bias, down_bias if self._request.parallel.rank == 0 else None
         grouped = layers.triton_experts.GroupedExperts(
             gate_up,
             down,
-            routing,
+            spec,
             activation=spec.each.activation,
             biases=biases,
             router_bias=router_bias,
@@ -270,7 +270,7 @@ class LayerBuilder(TorchParts):
         return weights, torch.stack(biases) if biases else None
 
     def _expert(self, key: str, mlp: Mlp) -> blocks.MlpBody:
-        """Without the sum over the ranks, which is taken once for all experts."""
+        """An expert without the sum over the ranks, which is taken once for all experts."""
         gate_up = self.linear(f"{key}.{mlp.input_name}", gated=mlp.activation in ("silu", "swish"))
         down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
         return blocks.MlpBody(gate_up, None if gate_up.gated else ACTIVATIONS[mlp.activation], down)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, dataclass_transform
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import EosIds, Size
 from pagedcli.models.mixers.attention import Attention
+from pagedcli.models.mixers.recurrent import MatrixMixer
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import LayerInputs, LayerSpec, Mixer, NormPlaces, Recurrent, Scales
@@ -51,6 +52,7 @@ class Llama:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     layer_types: list[str] | None = None
     bos_token_id: int | None = 1
     eos_token_id: EosIds = 2
@@ -70,7 +72,7 @@ class Llama:
     }
     transformers_only: ClassVar[tuple[str, ...]] = ()  # fields of config.json that, if set, only transformers supports
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported ones
-    own_activation: ClassVar[str | None] = None  # what it is called here; None: as in config.json
+    own_activation: ClassVar[str | None] = None  # its name here; None: that of config.json
     known_layer_types: ClassVar[frozenset[str]] = frozenset()  # entries that layer_types may have; empty: any
     windows: ClassVar[str] = "none"  # the layers that have one, in words
     biases: ClassVar[Biases] = ("attention_bias", "attention_bias", "mlp_bias")
@@ -81,7 +83,6 @@ class Llama:
     gated_mlp: ClassVar[bool] = True
     has_layer_scalars: ClassVar[bool] = False
     names: ClassVar[TensorNames] = LLAMA_NAMES
-    default_rope: ClassVar[dict[str, Any] | None] = None  # rope_parameters of a config.json without them
     partial_rope: ClassVar[bool] = False  # partial_rotary_factor is read
     rope_alpha: ClassVar[bool] = False  # alpha of a dynamic rotary embedding is read, which then depends on no length
     interleaved: ClassVar[bool] = False  # rotary embedding turns the pairs (2i, 2i + 1)
@@ -134,11 +135,6 @@ class Llama:
     @property
     def scales(self) -> Scales:
         return Scales()
-
-    @property
-    def head_bias(self) -> bool:
-        """Whether the output layer has a bias."""
-        return False
 
     @property
     def layer_inputs(self) -> LayerInputs | None:
@@ -220,7 +216,6 @@ class Llama:
     def rope(self) -> RopeSpec:
         """The rotary embedding, where layers do not differ in it."""
         said = {name: getattr(self, name) for name in _ROPE_FIELDS}
-        said["rope_parameters"] = said["rope_parameters"] or self.default_rope
         may = {"may_be_partial": self.partial_rope, "may_have_alpha": self.rope_alpha}
         rope = read_rope_spec(said, self.max_position_embeddings, **may)
         growth = rope.query_growth if self.query_growth else 0.0
@@ -282,7 +277,7 @@ class RotatesByWindow(Alternating):
     local_theta: ClassVar[float | None] = None  # rope theta of layers with a window; None: that of full attention
 
     def ropes(self) -> Sequence[RopeSpec | None]:
-        nested, theta = _part(self.rope_parameters or self.default_rope, "rope_parameters"), self.rope_theta or 1e6
+        nested, theta = _part(self.rope_parameters, "rope_parameters"), self.rope_theta or 1e6
         local_theta = self.rope_local_base_freq or self.local_theta or theta
         full = {"rope_theta": theta, **_part(self.rope_scaling, "rope_scaling")}
         full |= _part(nested.get("full_attention"), "full_attention")
@@ -327,11 +322,12 @@ class Mixture(Llama):
     renamed = {"num_local_experts": "num_experts"}
     expert_names: ClassVar[ExpertNames] = ExpertNames()
     routing: ClassVar[dict[str, Any]] = {}  # fields of Experts that are the same in all models
+    shared_size: ClassVar[str | None] = None  # the field with the width of the expert for every token
 
     @property
     def shared_width(self) -> int:
         """Width of the expert for every token; 0: there is none."""
-        return 0
+        return 0 if self.shared_size is None else getattr(self, self.shared_size) or 0
 
     def check(self) -> None:
         super().check()
@@ -352,12 +348,12 @@ class Mixture(Llama):
 
     def experts(self) -> Experts:
         width = self.moe_intermediate_size or self.intermediate_size
-        shared = Mlp(width=self.shared_width, activation=self.activation) if self.shared_width else None
+        each = Mlp(width=width, activation=self.own_activation or self.activation, gated=self.gated_mlp)
         return Experts(
             num_experts=self.num_experts or 0,
             num_per_token=self.num_experts_per_tok or 1,
-            each=Mlp(width=width, activation=self.own_activation or self.activation),
-            shared=shared,
+            each=each,
+            shared=replace(each, width=self.shared_width) if self.shared_width else None,
             names=self.expert_names,
             **{"renormalize": self.norm_topk_prob, **self.routing},
         )
@@ -383,7 +379,9 @@ class Hybrid(Llama, ABC):
     def check(self) -> None:
         super().check()
         mixer = self.recurrent()
-        sizes, (heads, groups) = [size for tensor in mixer.state for size in tensor.shape], mixer.grouping
+        sizes, heads, groups = [size for tensor in mixer.state for size in tensor.shape], 1, 1
+        if isinstance(mixer, MatrixMixer):
+            heads, groups = mixer.num_heads, mixer.num_key_heads
         if not 2 <= mixer.kernel <= 8 or min(sizes) < 1 or groups < 1 or heads % groups:
             raise ModelError(
                 f"a convolution over {mixer.kernel} inputs, {heads} heads and {groups} groups of them are not "

@@ -22,6 +22,7 @@ Modules: TypeAlias = "Sequence[Mapping[str, Tensor]]"
 Init = Literal["normal", "bits"] | float  # noise, random bits, or a constant
 DEVIATION = 0.02  # standard deviation of dummy weights
 FLOAT8_DEVIATION = 64.0  # standard deviation of dummy weights stored as FP8, before their scales
+Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8", "mxfp4", "mxfp8", "nvfp4"]
 PANEL = 32  # output features that the C++ kernels pack together; half without AVX-512, so a little less is kept there
 
 
@@ -41,7 +42,7 @@ class StoredTensor:
     in_per: int | None = 1  # input features per element: 8 four-bit numbers in an int32, a group that shares a scale
     converts: bool = True  # a floating-point tensor becomes one of the model's dtype
     optional: bool = False  # not every checkpoint has it
-    init: Init = "normal"  # what `--load-format dummy` fills it with
+    init: Init = "normal"  # its content with `--load-format dummy`
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Its shape in the checkpoint. Raises: ModelError if its words would not be full."""
@@ -60,6 +61,22 @@ class StoredTensor:
 
 WEIGHT = StoredTensor("weight")
 VECTOR = StoredTensor("bias", in_dim=None)  # a bias, or the weight of a norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Numbers of 4 or 8 bits with scales, as the config.json of a quantized checkpoint says that it stores them."""
+
+    method: str  # quant_method, with the format of compressed-tensors
+    layout: Layout
+    bits: int  # bits per weight
+    group_size: int | None = None  # inputs that share a scale; None: all inputs of an output feature
+    block: tuple[int, ...] | None = None  # float8: outputs and inputs that share a scale
+    per_tensor: bool = False  # one scale for a whole module
+    symmetric: bool = True
+    act_order: bool = False  # the inputs of a group are not neighbours
+    zero_offset: int = 0  # number added to stored zero points: 1 in checkpoints of the first GPTQ convention
+    scale_name: str = "weight_scale"  # name of the scales of a float8 or int8 module
 
 
 class LayerFormat:
@@ -116,7 +133,6 @@ class LayerFormat:
         weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
         if not isinstance(weight, layers.quantized.CodedWeight):
             return layers.linear.Linear(weight, bias)
-
         return layers.triton_products.TritonLinear(weight, bias)
 
     def output_layer(
@@ -128,7 +144,6 @@ class LayerFormat:
             packed = self.native_linear(modules, bias, dtype)
             rows = packed.weight_rows if self.keeps_rows else None
             return functools.partial(packed, in_float32=True), packed.nbytes, rows
-
         weight = self.widened(modules, dtype) if tied is None else tied
         make = layers.linear.Linear if dtype.itemsize == 4 else layers.linear.OutputLinear
         return make(weight, _with_biases(modules, bias, dtype)), 0 if tied is not None else weight.nbytes, None
@@ -264,7 +279,6 @@ class MixedLayer(LayerFormat):
     ) -> "layers.native_linear.NativeLinear":
         if gated:
             return super().native_linear(modules, bias, dtype, gated=True)
-
         linears, start = [], 0
         for layer_format, part in self._parts():
             end = start + sum(len(module["weight"]) for module in modules[part])  # of a rank: fewer than all rows

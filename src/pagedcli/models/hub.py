@@ -15,7 +15,8 @@ from pagedcli.models.gguf.header import check_regular, find_gguf, is_gguf, read_
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 _SUFFIXES = (*(pattern.removeprefix("*") for pattern in _WANTED), ".gguf")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
+# second copies of the weights in other formats; 1_Pooling/ is one of sentence-transformers' folders
+_UNWANTED = ["consolidated*", "[!1]*/*"]
 
 
 def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:

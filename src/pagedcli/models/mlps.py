@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from pagedcli.layers.kinds import Routing
 from pagedcli.models.formats import VECTOR
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
@@ -22,7 +23,7 @@ class Mlp:
     activation: str
     gated: bool = True
     bias: bool = False
-    # of the gate and of the result; weights are multiplied when they are read
+    # factors of the gate and of the result, by which weights are multiplied when they are read
     factors: tuple[float, float] = (1.0, 1.0)
 
     @property
@@ -76,21 +77,12 @@ _NORMS_BESIDE_MLP = {  # norms of experts that stand next to an MLP, and the nor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class Experts(Routing):
     """A mixture of experts: MLPs of which a router picks some for each token."""
 
     num_experts: int
-    num_per_token: int  # experts that each token goes to
     each: Mlp
-    renormalize: bool  # the picked scores are divided by their sum
-    sigmoid: bool = False  # scores are sigmoids of the router's logits instead of their softmax
     has_router_bias: bool = False  # a number per expert is added to the scores for picking alone
-    # groups that experts form, how many of them stay for a token, and how many of a group's best scores count for it
-    groups: tuple[int, int, int] | None = None
-    least_sum: float = 0.0  # number added to the sum that the picked scores are divided by
-    # each picked expert is weighted among those left whose logits are at most so much smaller, as a share; 0: among all
-    nearness: float = 0.0
-    scale: float = 1.0  # factor of the picked scores
     shared: Mlp | None = None  # an expert for every token
     gates_shared: bool = True  # whether the shared expert is weighted by a gate of its own
     has_biases: bool = False  # biases of the router and the experts' projections

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pagedcli.errors import ModelError
-from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight, unpacked
-from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, StoredTensor
-from pagedcli.models.packing import Packing
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, CodedWeight, bit_fields, unpacked
+from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION, Packing, StoredTensor
 
 _Stores: TypeAlias = "Callable[[Packing], tuple[StoredTensor, ...]]"
 _Reads: TypeAlias = "Callable[[Mapping[str, Tensor], Packing], CodedWeight]"
@@ -150,7 +149,7 @@ def _read_float8(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
 
 def _read_mxfp4(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
     """Source: OCP Microscaling Formats (MX) Specification 1.0: e2m1, low bits first, times 2^(exponent - 127)."""
-    codes = _pairs(tensors[_MXFP4_NUMBERS[q.scale_name]])
+    codes = bit_fields(tensors[_MXFP4_NUMBERS[q.scale_name]], 4, 1)
     # bfloat16 holds every power of 2 exactly; half of it, as the levels are doubled
     scales = (_powers_of_2(tensors[q.scale_name]) / 2).to(torch.bfloat16)
     return CodedWeight(codes, 4, scales, E2M1_ZERO, 32, levels=E2M1)
@@ -176,15 +175,10 @@ def _read_nvfp4(tensors: Mapping[str, Tensor], q: Packing) -> CodedWeight:
         scales, step = scales / of_module, 0.5 / of_module
     if not bool((step.abs() < _LARGEST_STEP).all()):
         raise ModelError("a scale of NVFP4 weights is too large", hint="download the checkpoint again")
-    codes = _pairs(tensors[numbers])
+    codes = bit_fields(tensors[numbers], 4, 1)
     steps = step.flatten().expand(len(codes), -(-codes.shape[1] // 256))
     # half of the scales, as the levels are doubled
     return CodedWeight(codes, 4, scales / 2, E2M1_ZERO, 16, levels=E2M1, steps=steps, factors=tensors["weight_scale"])
-
-
-def _pairs(numbers: Tensor) -> Tensor:
-    """The two codes of each byte, low bits first."""
-    return torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
 
 
 def _weight(

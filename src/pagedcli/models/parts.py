@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
-from pagedcli.core.plan import Kernels
 from pagedcli.layers.basic import stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer
-from pagedcli.layers.parallel import SummedLinear
 from pagedcli.models import rope_tables
 from pagedcli.models.base import DecoderRequest, linear_kernels
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
@@ -167,10 +165,13 @@ class TorchParts(Parts):
         return torch.cat(rows), self.eps
 
     def head_linear(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
-        """A linear layer for each head, see _head_linear."""
-        linear, num_bytes = _head_linear(weights, self.kernels)
-        self.linear_bytes += num_bytes
-        return linear
+        """A linear layer for each head. Shapes: weights [H, O, I]; the layer [T, H, I] -> [T, H, O]."""
+        if self.kernels != "cpu":
+            self.linear_bytes += weights.nbytes
+            return partial(torch.einsum, "hoi,thi->tho", weights)
+        heads = [AS_STORED.native_linear([{"weight": weight}], None, weight.dtype) for weight in weights.unbind(0)]
+        self.linear_bytes += sum(linear.nbytes for linear in heads)
+        return lambda x: torch.stack([linear(x[:, h].contiguous()) for h, linear in enumerate(heads)], dim=1)
 
     def plain_linear(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, *self.unquantized(key))
@@ -190,19 +191,8 @@ class TorchParts(Parts):
         return linear
 
     def summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
-        """A layer with its inputs split over the ranks: only rank 0 adds the bias."""
+        """A layer with its inputs split over the ranks: the sum of all ranks' results, of which only rank 0 adds the
+        bias."""
         parallel = self._request.parallel
         linear = self.linear(key, with_bias=parallel.rank == 0)
-        return linear if parallel.size == 1 else SummedLinear(linear, parallel)
-
-
-def _head_linear(weights: Tensor, kernels: Kernels) -> tuple[Callable[[Tensor], Tensor], int]:
-    """A linear layer for each head, and its bytes. Shapes: weights [H, O, I]; the layer [T, H, I] -> [T, H, O]."""
-    if kernels != "cpu":
-        return partial(torch.einsum, "hoi,thi->tho", weights), weights.nbytes
-    heads = [AS_STORED.native_linear([{"weight": weight}], None, weight.dtype) for weight in weights.unbind(0)]
-
-    def run(x: Tensor) -> Tensor:
-        return torch.stack([linear(x[:, h].contiguous()) for h, linear in enumerate(heads)], dim=1)
-
-    return run, sum(linear.nbytes for linear in heads)
+        return linear if parallel.size == 1 else lambda x: parallel.all_reduce(linear(x))

@@ -10,7 +10,7 @@ import msgspec
 
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import convert, packed_modules, read_json
-from pagedcli.models.packing import Layout
+from pagedcli.models.formats import Layout
 from pagedcli.models.stored_quantization import Quantization, StoredQuantization, name_pattern
 
 # What is read: name -> what of it.
@@ -283,7 +283,7 @@ def _names(blocks: Sequence[str | list[str]] | str | None) -> tuple[str, ...]:
 
 class _Fp8(msgspec.Struct):
     fmt: str = "e4m3"
-    weight_block_size: list[int] | None = None
+    weight_block_size: tuple[int, ...] | None = None
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
     scale_fmt: str | None = None
@@ -299,7 +299,7 @@ def _fp8(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]
         method=method,
         layout="float8",
         bits=8,
-        block=_block(fields.weight_block_size),
+        block=fields.weight_block_size,
         per_tensor=fields.weight_block_size is None and method == "fp8",
         # transformers names it so whatever the size of blocks, which it always writes
         scale_name="weight_scale_inv" if "weight_block_size" in content else "weight_scale",
@@ -342,7 +342,7 @@ def _of_model_optimizer(where: Path) -> dict[str, Any] | None:
 
 
 def _modelopt(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
-    """Of thousands of named layers, those of one format are one entry."""
+    """The formats of a ModelOpt checkpoint: of thousands of named layers, those of one format are one entry."""
     fields = convert(content, _ModelOpt, where)
     skipped = tuple(map(_wildcards, (*(fields.ignore or ()), *(fields.exclude_modules or ()))))
     if (fields.quant_algo or "").upper() != "MIXED_PRECISION":
@@ -385,7 +385,7 @@ class _CtWeights(msgspec.Struct):
     symmetric: bool = True
     strategy: str | None = None
     group_size: int | None = None
-    block_structure: list[int] | None = None
+    block_structure: tuple[int, ...] | None = None
     actorder: str | bool | None = None
 
 
@@ -441,7 +441,7 @@ def _ct_group(group: _CtGroup, fields: _CompressedTensors, where: Path) -> Store
         layout=layout,
         bits=weights.num_bits,
         group_size=group_size if strategy in ("group", "tensor_group") else None,
-        block=_block(weights.block_structure) if strategy == "block" else None,
+        block=weights.block_structure if strategy == "block" else None,
         per_tensor=strategy == "tensor",
         symmetric=weights.symmetric,
         act_order=weights.actorder in ("group", "dynamic", True),
@@ -477,10 +477,6 @@ READERS: dict[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization, ..
 
 def _group_size(size: int) -> int | None:
     return None if size == -1 else size
-
-
-def _block(sizes: list[int] | None) -> tuple[int, ...] | None:
-    return None if sizes is None else tuple(sizes)
 
 
 _BITS: dict[str, tuple[int, ...]] = {

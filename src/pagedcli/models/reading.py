@@ -8,12 +8,11 @@ from typing import Any
 
 from pagedcli import models
 from pagedcli.errors import ModelError
-from pagedcli.models.checkpoint_files import check_supported, convert, has_own_head, read_json, stop_ids
+from pagedcli.models.checkpoint_files import check_supported, convert, read_json, stop_ids, stored_head
 from pagedcli.models.families.registry import FAMILIES, defaults
 from pagedcli.models.gguf.description import as_stored, describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import becomes_plain, read_quantization, refusal
-from pagedcli.models.rope import RopeSpec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.tensors import TensorNames
 
@@ -26,7 +25,10 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     if is_gguf(path):
         return _gguf_spec(path)
     spec = _folder_spec(path, trust_remote_code)
-    return replace(spec, tie_word_embeddings=spec.tie_word_embeddings and not has_own_head(path))
+    head, tied = stored_head(path), spec.tie_word_embeddings
+    if head == "absent" and not tied and not spec.is_fallback:
+        return replace(spec, tie_word_embeddings=True, has_head=False)
+    return replace(spec, tie_word_embeddings=tied and head != "own")
 
 
 def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
@@ -40,7 +42,7 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
         return native_spec(path, config, model_type)
     quantization = read_quantization(config, path / "config.json")
     if quantization is not None or config.get("quantization_config"):
-        method = "bitsandbytes" if quantization is None else quantization.method
+        method = "bitsandbytes" if quantization is None else quantization.formats[0].method
         raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this may load transformers
     return models.transformers_fallback.read_fallback_spec(path, trust_remote_code=trust_remote_code)
@@ -53,11 +55,7 @@ def _gguf_spec(path: Path) -> ModelSpec:
     check_supported(fields, path)
     spec = as_stored(native_spec(path, fields, model_type, where=path), header)
     divisors = frequency_factors(header)
-
-    def divided(rope: RopeSpec | None) -> RopeSpec | None:
-        return None if rope is None else replace(rope, divisors=divisors)
-
-    return spec.with_mixers(lambda mixer: replace(mixer, rope=divided(mixer.rope)))
+    return spec.with_mixers(lambda mixer: replace(mixer, rope=mixer.rope and replace(mixer.rope, divisors=divisors)))
 
 
 def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: Path | None = None) -> ModelSpec:
@@ -77,9 +75,9 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     for name, allowed in kind.unsupported.items():
         if config.get(name) and config[name] not in allowed:
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
-    said = {kind.renamed.get(name, name): value for name, value in config.items()}
+    said = {kind.renamed.get(name, name): value for name, value in config.items() if value or name != "rope_parameters"}
     fields = convert(defaults().get(text_type, {}) | said, kind, where)
-    if architectures[0] != family.architecture:
+    if architectures[0] not in (family.architecture, family.architecture.replace("ForCausalLM", "Model")):
         raise ModelError(
             f"{where}: architecture {architectures[0]!r} is not a causal language model",
             hint=f"model_type {model_type!r} runs as {family.architecture}",
@@ -109,7 +107,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         layer_inputs=fields.layer_inputs,
         names=names,
         tie_word_embeddings=fields.tie_word_embeddings,
-        head_bias=fields.head_bias,
+        head_bias=fields.lm_head_bias,
         max_position_embeddings=max([fields.max_position_embeddings, *stretched]),
         eos_token_ids=stop_ids(path, fields.eos_token_id, vocab_size=fields.vocab_size),
         bos_token_id=fields.bos_token_id,

@@ -11,7 +11,6 @@ from torch import Tensor
 from pagedcli import layers
 from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.recurrent import (
-    StateHeads,
     StateStep,
     causal_conv,
     gate_then_norm,
@@ -29,7 +28,6 @@ def triton_kernels(x: Tensor) -> Any:
     """The module triton_recurrent where it serves a layer's input: on a GPU on which Triton runs. Else None."""
     if not x.is_cuda or fused_layers() is None:
         return None
-
     return layers.triton_recurrent
 
 
@@ -48,16 +46,6 @@ class GatedDeltaNet:
         self.out = parts.linear(f"{key}.out")  # I -> E
         # order of the columns of inner and of gates
         self.columns = interleaved_columns(shape, parts.device) if shape.interleaved else None
-        self.heads = StateHeads(
-            num_heads=shape.num_value_heads,
-            num_key_heads=shape.num_key_heads,
-            key_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            corrects=True,
-            interleaved=shape.interleaved,
-            tiled=shape.tiled,
-            correction=shape.correction,
-        )
 
     def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
@@ -65,12 +53,12 @@ class GatedDeltaNet:
         inner, gates = self.inner(x), self.gates(x)
         if (fused := triton_kernels(x)) is None:
             return self.out(self._mixed(inner, gates, conv, matrix, slots))
-        mixed = fused.causal_conv(inner, self.conv, None, conv, slots, heads=self.heads)
-        arguments = mixed, gates, self.decay, self.step_bias, matrix, slots, self.heads
+        mixed = fused.causal_conv(inner, self.conv, None, conv, slots, heads=self.shape)
+        arguments = mixed, gates, self.decay, self.step_bias, matrix, slots, self.shape
         return self.out(fused.recurrence(*arguments, z=inner, norm=(self.norm, self.eps)))
 
     def _mixed(self, inner: Tensor, gates: Tensor, conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
-        """[T, I], in torch."""
+        """The result [T, I] before the last projection, in torch."""
         shape = self.shape
         if self.columns is not None:
             inner, gates = (y.index_select(1, order) for y, order in zip((inner, gates), self.columns, strict=True))
@@ -78,7 +66,7 @@ class GatedDeltaNet:
         keys = shape.num_key_heads * shape.key_dim
         q, k, v = torch.split(mixed, [keys, keys, shape.inner], dim=1)
         q, k = (l2_norm(_heads(y, shape.key_dim)) for y in (q, k))
-        repeats = shape.num_value_heads // shape.num_key_heads
+        repeats = shape.num_heads // shape.num_key_heads
         q *= shape.key_dim**-0.5
         if shape.tiled:
             q, k = (y.repeat(1, repeats, 1) for y in (q, k))
@@ -108,10 +96,6 @@ class KimiDeltaAttention:
         self.shares_up = parts.linear(f"{key}.shares_up")  # N -> I
         self.norm = parts.needed(f"{key}.gated_norm")  # [N]
         self.out = parts.linear(f"{key}.out")  # I -> E
-        heads, size = shape.num_heads, shape.head_dim
-        self.heads = StateHeads(
-            num_heads=heads, num_key_heads=heads, key_dim=size, value_dim=size, corrects=True, by_channel=True
-        )
 
     def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
@@ -120,8 +104,8 @@ class KimiDeltaAttention:
         steps, shares = self.decay_up(self.decay_down(x)), self.shares_up(self.shares_down(x))
         if (fused := triton_kernels(x)) is None:
             return self.out(self._mixed(inner, gates, steps, shares, conv, matrix, slots))
-        mixed = fused.causal_conv(inner, self.conv, None, conv, slots, heads=self.heads)
-        arguments = mixed, gates, self.decay, self.step_bias, matrix, slots, self.heads
+        mixed = fused.causal_conv(inner, self.conv, None, conv, slots, heads=self.shape)
+        arguments = mixed, gates, self.decay, self.step_bias, matrix, slots, self.shape
         return self.out(fused.recurrence(*arguments, z=shares, norm=(self.norm, self.eps), steps=steps))
 
     def _mixed(
@@ -134,8 +118,8 @@ class KimiDeltaAttention:
         matrix: Tensor,
         slots: StateStep,
     ) -> Tensor:
-        """[T, I], in torch."""
-        size = self.shape.head_dim
+        """The result [T, I] before the last projection, in torch."""
+        size = self.shape.key_dim
         mixed = causal_conv(inner, self.conv, None, conv, slots, silu=True)
         q, k, v = (_heads(part, size) for part in mixed.chunk(3, dim=1))
         rates = _heads(F.softplus(steps.float() + self.step_bias), size)
@@ -157,14 +141,6 @@ class MambaMixer:
         self.skip = parts.needed(f"{key}.skip")  # [H] float32
         self.norm = parts.small(f"{key}.gated_norm")  # [I], or None
         self.out = parts.linear(f"{key}.out")  # I -> E
-        self.heads = StateHeads(
-            num_heads=shape.num_heads,
-            num_key_heads=shape.num_groups,
-            key_dim=shape.state_size,
-            value_dim=shape.head_dim,
-            corrects=False,
-            limits=shape.step_limits,
-        )
 
     def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
@@ -173,21 +149,21 @@ class MambaMixer:
         if (fused := triton_kernels(x)) is None:
             return self.out(self._mixed(parts, conv, matrix, slots))
         gate, mixed, sizes = parts
-        mixed = fused.causal_conv(mixed, self.conv, self.conv_bias, conv, slots, heads=self.heads)
-        arguments = mixed, sizes, self.decay, self.step_bias, matrix, slots, self.heads
+        mixed = fused.causal_conv(mixed, self.conv, self.conv_bias, conv, slots, heads=self.shape)
+        arguments = mixed, sizes, self.decay, self.step_bias, matrix, slots, self.shape
         y = fused.recurrence(*arguments, skip=self.skip)
         return self.out(fused.gate_then_norm(y, self.norm, gate, shape.gate_group, self.eps))
 
     def _mixed(self, parts: Sequence[Tensor], conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
-        """[T, I], in torch."""
+        """The result [T, I] before the last projection, in torch."""
         shape, (gate, mixed, raw) = self.shape, parts
         mixed = causal_conv(mixed, self.conv, self.conv_bias, conv, slots, silu=True).float()
-        groups = shape.num_groups * shape.state_size
+        groups = shape.num_key_heads * shape.key_dim
         values, b, c = torch.split(mixed, [shape.inner, groups, groups], dim=1)
-        repeats = shape.num_heads // shape.num_groups
-        b, c = (_heads(y, shape.state_size).repeat_interleave(repeats, dim=1) for y in (b, c))
-        size = F.softplus(raw.float() + self.step_bias).clamp(*shape.step_limits)
-        heads = _heads(values, shape.head_dim)
+        repeats = shape.num_heads // shape.num_key_heads
+        b, c = (_heads(y, shape.key_dim).repeat_interleave(repeats, dim=1) for y in (b, c))
+        size = F.softplus(raw.float() + self.step_bias).clamp(*shape.limits)
+        heads = _heads(values, shape.value_dim)
         y = recurrence(c, b, heads * size[..., None], (self.decay * size).exp()[..., None], None, matrix, slots)
         y += self.skip[:, None] * heads
         return gate_then_norm(y.flatten(1), self.norm, gate, shape.gate_group, self.eps)
@@ -219,7 +195,7 @@ def _heads(x: Tensor, size: int) -> Tensor:
 
 def interleaved_columns(shape: GatedDelta, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the columns of q, k, v, z and of b, a lie in projections that list them key head by key head."""
-    heads, repeats = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
+    heads, repeats = shape.num_key_heads, shape.num_heads // shape.num_key_heads
 
     def flat(*sizes: int) -> Tensor:
         parts = torch.split(torch.arange(heads * sum(sizes), device=device).view(heads, -1), list(sizes), dim=1)

@@ -124,15 +124,14 @@ def read_rope_spec(
     theta = rope.rope_theta or fields.rope_theta or 10000.0
     original = fields.original_max_position_embeddings or rope.original_max_position_embeddings
     original = original or max_position_embeddings
-    plain = RopeSpec(theta=theta, partial=partial, alpha=alpha)
+    plain = RopeSpec(type=rope_type, theta=theta, partial=partial, alpha=alpha)
     if rope_type == "linear":
-        return replace(plain, type="linear", factor=_required(rope.factor, "factor", rope_type))
+        return replace(plain, factor=_required(rope.factor, "factor", rope_type))
     if rope_type == "proportional":
-        return replace(plain, type="proportional", factor=rope.factor or 1.0)
+        return replace(plain, factor=rope.factor or 1.0)
     if rope_type == "llama3":
         return replace(
             plain,
-            type="llama3",
             factor=_required(rope.factor, "factor", rope_type),
             original_max_position_embeddings=original,
             low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor", rope_type),
@@ -142,7 +141,6 @@ def read_rope_spec(
     if rope_type == "yarn":
         return replace(
             plain,
-            type="yarn",
             factor=factor,
             original_max_position_embeddings=original,
             beta_fast=rope.beta_fast or 32.0,
@@ -162,7 +160,6 @@ def _longrope(plain: RopeSpec, rope: _RopeJson, original: int, factor: float) ->
     by_length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return replace(
         plain,
-        type="longrope",
         original_max_position_embeddings=original,
         short_factor=tuple(rope.short_factor),
         long_factor=tuple(rope.long_factor or ()),

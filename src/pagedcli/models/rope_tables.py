@@ -8,7 +8,7 @@ from torch import Tensor
 from pagedcli.errors import ModelError
 from pagedcli.models.rope import RopeSpec
 
-_ROWS = 2**14  # positions computed at a time  # positions computed at a time
+_ROWS = 2**14  # positions computed at a time
 
 
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torch.dtype) -> Tensor:

@@ -18,22 +18,8 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
     size = parallel.size
     if size == 1:
         return spec
-    if spec.is_fallback:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but {spec.architecture} runs through transformers, on one device only",
-            hint="use --tensor-parallel-size 1",
-        )
     if (why := _why_whole(spec)) is not None:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but {spec.architecture} {why} and is not split",
-            hint="use --tensor-parallel-size 1",
-        )
-    if spec.quantization is not None and spec.quantization.act_order:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but weights whose groups are not neighbours are not split: "
-            f"{spec.quantization.name}",
-            hint="use --tensor-parallel-size 1",
-        )
+        raise ConfigError(f"tensor_parallel_size is {size}, but {why}", hint="use --tensor-parallel-size 1")
     wrong = dict.fromkeys(f"{number} {what}" for number, what in _divided(spec) if number % size)
     kinds = dict.fromkeys(mixer.num_kv_heads for mixer in spec.attentions)
     wrong |= dict.fromkeys(f"{number} key/value heads" for number in kinds if number % size and size % number)
@@ -59,13 +45,17 @@ def _divided(spec: ModelSpec) -> Iterator[tuple[int, str]]:
 
 
 def _why_whole(spec: ModelSpec) -> str | None:
-    """Why a model is not split over ranks, in a few words; None: it is."""
-    names = spec.names
-    reasons = [
-        *(mixer.unsplit_reason(names.qkv) for layer in spec.layers for mixer in layer.mixers),
-        *(layer.mlp.unsplit_reason(names.projections) for layer in spec.layers if layer.mlp is not None),
-    ]
-    return next((reason for reason in reasons if reason is not None), None)
+    """Why a model is not split over ranks; None: it is."""
+    if spec.is_fallback:
+        return f"{spec.architecture} runs through transformers, on one device only"
+    names, weights = spec.names, spec.quantization
+    reasons = [mixer.unsplit_reason(names.qkv) for layer in spec.layers for mixer in layer.mixers]
+    reasons += [layer.mlp.unsplit_reason(names.projections) for layer in spec.layers if layer.mlp is not None]
+    if (reason := next(filter(None, reasons), None)) is not None:
+        return f"{spec.architecture} {reason} and is not split"
+    if weights is not None and weights.act_order:
+        return f"weights whose groups are not neighbours are not split: {weights.name}"
+    return None
 
 
 def shard_parameters(

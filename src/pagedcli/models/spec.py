@@ -20,7 +20,7 @@ from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
 Recurrent = GatedDelta | KimiDelta | Mamba2 | ShortConv
 Mixer = Attention | Recurrent  # LatentAttention is an Attention
-# where the mixer and the MLP are normed; shared: one norm is before both, whose results are added together
+# Places of the norms of mixer and MLP; shared: one norm is before both, whose results are added together
 NormPlaces = Literal["before", "after", "around", "shared"]
 
 
@@ -100,6 +100,7 @@ class ModelSpec:
     scales: Scales = Scales()
     tie_word_embeddings: bool  # lm_head is the embedding table
     head_bias: bool = False  # lm_head has a bias
+    has_head: bool = True  # False: the checkpoint lacks lm_head, which then counts as tied, and makes vectors alone
     max_position_embeddings: int  # tokens; the length the model was made for, or that yarn stretches it to
     eos_token_ids: tuple[int, ...]  # those of generation_config.json first, then those only config.json has
     bos_token_id: int | None

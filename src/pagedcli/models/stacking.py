@@ -48,15 +48,10 @@ def kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
 
 def stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """The parts, stacked. A single matrix that needs no conversion stays in the mapped file: it is only read."""
-    if len(parameter.shapes) == 1 and not parameter.stored.converts:
-        return next(parts).to(device=device, dtype=dtype)
-    if len(parameter.shapes) == 1 and len(parameter.shape) == 2:
-        part = next(parts)
-        if part.dtype == dtype and part.device == device and part.is_contiguous():
-            return part
-        parts = iter((part,))
-    if not parameter.shape:
-        return next(parts).to(device=device, dtype=dtype, copy=True)
+    if len(parameter.shapes) == 1:
+        is_matrix, converts = len(parameter.shape) == 2, parameter.stored.converts
+        whole = next(parts).to(device=device, dtype=dtype, copy=converts and not is_matrix)
+        return whole.contiguous() if converts else whole
     target = torch.empty(parameter.shape, dtype=dtype, device=device)
     place = 0
     for part in parts:

@@ -13,8 +13,7 @@ from pagedcli import layers, models
 from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.later import torch
-from pagedcli.models.formats import AS_STORED, LayerFormat, StoredTensor, WeightFormat, kernels_note
-from pagedcli.models.packing import Packing
+from pagedcli.models.formats import AS_STORED, LayerFormat, Packing, StoredTensor, WeightFormat, kernels_note
 
 _LONGEST_PATTERN = 2000  # characters
 _LARGEST_PATTERN = 2**23  # bytes, compiled
@@ -94,7 +93,7 @@ class StoredQuantization(Packing, LayerFormat):
         return None
 
     def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
-        """On a CPU as NativeLinear packs it, see its _pack_codes."""
+        """The bytes of a row; on a CPU as NativeLinear._pack_codes packs it."""
         if kernels != "cpu":
             size, group_bytes = self.group_size, {"mxfp4": 2, "nvfp4": 4, "mxfp8": 4}.get(self.layout, 3)
             if self.layout == "float8":
@@ -104,7 +103,6 @@ class StoredQuantization(Packing, LayerFormat):
             return -(-num_columns // 16) * 9 + -(-num_columns // 256) * 4
         if self.bits == 8 and self.group_size is None and self.symmetric:
             return -(-num_columns // 4) * 4 + 8  # 8: a scale and a sum
-
         chunk = layers.quantized.chunk_columns(num_columns, self.group_size)
         header = 2 if self.layout == "mxfp4" else 3 if self.bits == 4 else 5  # a scale, and mostly a zero point
         return -(-num_columns // chunk) * (chunk * self.bits // 8 + header)
@@ -118,11 +116,6 @@ class Quantization(WeightFormat):
     formats: tuple[StoredQuantization, ...]
     has_cache_scales: bool = False  # whether it has scales for a KV cache of 8 bits, which are not used
     _found: dict[str, LayerFormat] = field(default_factory=dict, init=False, repr=False, compare=False)  # by module
-
-    @property
-    def method(self) -> str:
-        """quant_method, with the format of compressed-tensors."""
-        return self.formats[0].method
 
     @functools.cached_property
     def name(self) -> str:

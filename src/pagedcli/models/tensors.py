@@ -85,13 +85,8 @@ class NormStyle:
     centred: Literal["no", "plain", "biased"] = "no"  # norms of layers also subtract the mean, and may add a bias
     in_float32: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
     offset: bool = False  # the weights are stored less 1
-    offset_last: bool = True  # so are those of the last norm, if any are
-    own_added_eps: float | None = None  # see added_eps; None: eps
-
-    @property
-    def added_eps(self) -> float:
-        """Epsilon of norms of what is added to the residual."""
-        return self.eps if self.own_added_eps is None else self.own_added_eps
+    offset_last: bool = True  # the weights of the last norm are, too, if any are
+    added_eps: float | None = None  # eps of the norms of what is added to the residual; None: the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

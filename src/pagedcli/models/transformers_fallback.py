@@ -411,13 +411,9 @@ def load(request: DecoderRequest) -> TransformersLM:
         else:
             model, num_unused = _from_pretrained(path, config, options)
             notes += [not_read(num_unused, "checkpoint", "of which transformers makes no use")] if num_unused else []
-    except ValueError as error:  # how transformers reports that it has no such causal language model
-        raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}") from error
-    except ImportError as error:
-        raise ModelError(
-            f"transformers cannot load {spec.architecture}: {first_sentence(error)}",
-            hint="install the package that it names, with pip",
-        ) from error
+    except (ImportError, ValueError) as error:  # ValueError: transformers has no such causal language model
+        hint = "install the package that it names, with pip" if isinstance(error, ImportError) else None
+        raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}", hint=hint) from error
     model.eval().to(request.device)
     try:
         refuse_by_class(model, spec)

@@ -36,7 +36,7 @@ _UNUSED = (
 class WeightSource(Protocol):
     """Fills the tensors of a decoder."""
 
-    notes: tuple[str, ...]  # what a user should know of what load read
+    notes: tuple[str, ...]  # notes for the user on what load has read
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
@@ -136,12 +136,7 @@ class CheckpointWeights:
     notes: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        path: Path,
-        names: TensorNames = LLAMA_NAMES,
-        *,
-        alternating: bool = False,
-        adapter: Adapter | None = None,
+        self, path: Path, names: TensorNames = LLAMA_NAMES, *, alternating: bool = False, adapter: Adapter | None = None
     ) -> None:
         self._path, self._skipped, self._body, self._alternating = path, names.skipped, names.body, alternating
         self._adapter = adapter

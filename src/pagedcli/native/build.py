@@ -171,14 +171,8 @@ def find_compiler() -> Compiler:
     )
 
 
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-pthread",
-    "-fno-math-errno",
-    "-w",
-)  # masking relies on infinities: no fast-math
+# masking relies on infinities: no fast-math
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-w")
 
 
 def compile_flags() -> tuple[str, ...]:

@@ -160,6 +160,7 @@ class _Settled:
             kv_dtype=kv_dtype,
             layers=frozenset(self.own.attention_layers),
             capability=self.gpu.capability if self.gpu is not None else None,
+            kernels=self.config.gpu_kernels,
         )
 
     def _limits(self, kv_dtype: str, *, with_graphs: bool) -> Limits:
@@ -175,6 +176,7 @@ class _Settled:
             min_prefill_tokens=least,
             groups=sized(layer_groups(self.own.attention_layers), heads=heads, kv_dtype=kv_dtype),
             vocab_size=self.spec.vocab_size,
+            has_head=self.spec.has_head,
             state_bytes=self.own.state_bytes(self.dtype.itemsize),
         )
 

@@ -25,8 +25,9 @@ from pagedcli.models.hub import weight_files
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native.build import library_key
+from pagedcli.native.processor import processor_name
 from pagedcli.native.system import usable_cores
-from pagedcli.planning.machine import Machine, processor_name
+from pagedcli.planning.machine import Machine
 from pagedcli.planning.step_time import FORM, TimeKey
 from pagedcli.printable import plural
 from pagedcli.records import size
@@ -44,12 +45,6 @@ GPU_POOL_TIMES = 4  # times what all sequences can hold, for the prefix cache: e
 LEAST_SLOTS = 8  # slots of recurrent state: prompts branch at several depths even where few sequences run
 
 
-def rank_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
-    """The sizes of one rank's part, with its share of the vocabulary."""
-    own = shard_spec(spec, ParallelContext(0, config.tensor_parallel_size))
-    return replace(own, vocab_size=-(-spec.vocab_size // config.tensor_parallel_size))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """Everything about a rank of an engine that is known before anything is loaded."""
@@ -63,8 +58,10 @@ class Decision:
 
     @cached_property
     def own(self) -> ModelSpec:
-        """The sizes of one rank's part."""
-        return rank_spec(self.config, self.spec)
+        """The sizes of one rank's part, with its share of the vocabulary."""
+        num_ranks = self.config.tensor_parallel_size
+        own = shard_spec(self.spec, ParallelContext(0, num_ranks))
+        return replace(own, vocab_size=-(-self.spec.vocab_size // num_ranks))
 
     @cached_property
     def footprint(self) -> Footprint:

@@ -4,6 +4,7 @@ Used by answers.divergence. Works on rolling hashes, a batch of prompts at a tim
 hashes of its blocks, and of about one window in `block_size / 2` tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,14 +96,10 @@ def common_suffix(a: str, b: str) -> int:
 
 
 def _common(most: int, is_equal: Callable[[int], bool]) -> int:
-    low, high = 0, 1
+    high = 1
     while high <= most and is_equal(high):
-        low, high = high, 2 * high
-    high = min(high - 1, most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_equal(middle) else (low, middle - 1)
-    return low
+        high *= 2
+    return bisect_left(range(min(high, most + 1)), True, high // 2, key=lambda num: not is_equal(num)) - 1
 
 
 # ---------------------------------------------------------------------- rolling hashes
@@ -133,11 +130,7 @@ def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[_Batch, Hashes]]:
         lengths = np.fromiter(map(len, prompts[first:last]), np.int64, last - first)
         if lengths.max(initial=0) >= len(powers):
             powers = _powers(_BASE, int(lengths.max()) + 1)
-        flat = np.empty(num_tokens, np.int64)
-        place = 0
-        for ids in prompts[first:last]:
-            flat[place : place + len(ids)] = ids
-            place += len(ids)
+        flat = np.concatenate([np.asarray(ids, np.int64) for ids in prompts[first:last]])
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         rows = np.repeat(np.arange(last - first), lengths)
         places = np.arange(num_tokens) - starts[rows]

@@ -4,7 +4,6 @@ Frozen values, read from this machine or made up (a GPU by name, tests). Used by
 """
 
 import os
-import platform
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -119,29 +118,16 @@ def described_host(total_bytes: int) -> Machine:
 
 def host_memory() -> tuple[int, int]:
     """(total, available) bytes of the host, or of what this process's cgroup and `ulimit -v` allow."""
-    total = psutil.virtual_memory().total
+    host = psutil.virtual_memory()
+    total, available = int(host.total), int(host.available)
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        total, available = min(total, limit), min(available, limit - current)
     if (space := address_space()) is not None:
-        total = min(total, space[0])
-    return total, available_memory()
+        total, available = min(total, space[0]), min(available, max(0, space[1] - FOR_THREADS))
+    return total, available
 
 
 def available_memory() -> int:
-    """Available bytes of host memory, within the cgroup limit where it is readable, and within `ulimit -v`."""
-    available = int(psutil.virtual_memory().available)
-    with suppress(OSError, ValueError):  # no cgroup v2, or "max"
-        limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, limit - current)
-    space = address_space()
-    return available if space is None else min(available, max(0, space[1] - FOR_THREADS))
-
-
-def processor_name() -> str:
-    """The name of the processor, as the system gives it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+    """The available bytes of host_memory."""
+    return host_memory()[1]

@@ -36,7 +36,6 @@ class _Shared:
     tokens: bytes  # the last unit
     num_rows: int = 2
     ends: list[int] | None = None  # the first rows whose known prefix was this one and no longer one
-    has_equal_child: bool = False  # set by _best_shared: a longer prefix is shared by just as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +210,6 @@ class PromptSurvey:
         return self._total(lambda shape: shape.num_seqs * shape.max_tokens)
 
     @property
-    def prompt_lengths(self) -> Counter[int]:
-        return self._by(lambda shape: shape.num_prompt)
-
-    @property
     def total_lengths(self) -> Counter[int]:
         """Prompt and output of one sequence."""
         return self._by(lambda shape: shape.num_prompt + shape.max_tokens)
@@ -226,22 +221,21 @@ class PromptSurvey:
     def block_size_rows(self) -> list[SurveyRow]:
         """Each block size with its hit rate and waste.
 
-        waste: share of unfilled slots of all requests at full length; slots: what the whole file would take without
-        eviction, shared blocks counted once.
+        waste: share of unfilled slots of all requests at full length; blocks and slots: what the whole file would take
+        if none were released before the end, shared blocks counted once.
         """
         rows = []
         for size in BLOCK_SIZES:
-            slots = self._total(_Shape.num_spans, size) * size
-            num_tokens = self._total(_Shape.num_tokens, size)
-            hit_tokens = self._total(_Shape.hit_tokens, size)
+            spans, kept = self._total(_Shape.num_spans, size), self._total(_Shape.hit_spans, size)
+            num_tokens, hit_tokens = self._total(_Shape.num_tokens, size), self._total(_Shape.hit_tokens, size)
             rows.append(
                 {
                     "block_size": size,
                     "hit_rate": hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
                     "hit_tokens": hit_tokens,
-                    "waste": 1 - num_tokens / slots if slots else 0.0,
-                    "num_blocks": self._all_blocks(size),
-                    "num_slots": slots - self._total(_Shape.hit_spans, size) * size,
+                    "waste": 1 - num_tokens / (spans * size) if spans else 0.0,
+                    "num_blocks": (spans - kept) * self.num_groups,
+                    "num_slots": (spans - kept) * size,
                 }
             )
         return rows
@@ -266,11 +260,8 @@ class PromptSurvey:
 
     def _best_shared(self) -> list[int]:
         """The digests of the shared prefixes that save most tokens."""
-        for shared in self._shared.values():
-            parent = self._shared.get(shared.parent) if shared.parent is not None else None
-            if parent is not None and parent.num_rows == shared.num_rows:
-                parent.has_equal_child = True
-        candidates = (digest for digest, shared in self._shared.items() if not shared.has_equal_child)
+        counts = {(shared.parent, shared.num_rows) for shared in self._shared.values()}  # of one unit more
+        candidates = (digest for digest, shared in self._shared.items() if (digest, shared.num_rows) not in counts)
 
         def saved(digest: int) -> tuple[int, int]:
             shared = self._shared[digest]
@@ -300,18 +291,14 @@ class PromptSurvey:
     def length_rows(self) -> list[SurveyRow]:
         """Mean and percentiles of prompt lengths and of prompt and output together."""
         rows = []
-        for name, lengths in (("prompt", self.prompt_lengths), ("prompt and output", self.total_lengths)):
+        prompts = self._by(lambda shape: shape.num_prompt)
+        for name, lengths in (("prompt", prompts), ("prompt and output", self.total_lengths)):
             row: SurveyRow = {"what": name, "total": sum(n * count for n, count in lengths.items())}
             row["mean"] = row["total"] / self.num_prompts if lengths else None
             for key, share in (("min", 0.0), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
                 row[key] = percentile(lengths, share) if lengths else None
             rows.append(row)
         return rows
-
-    def _all_blocks(self, block_size: int) -> int:
-        """Blocks of all rows together, shared ones once, none released before the end."""
-        spans = self._total(_Shape.num_spans, block_size) - self._total(_Shape.hit_spans, block_size)
-        return spans * self.num_groups
 
 
 def percentile(lengths: Counter[int], share: float) -> int:

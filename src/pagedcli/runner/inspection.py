@@ -13,7 +13,7 @@ from pagedcli.native import load_library, processor
 from pagedcli.native.build import find_compiler
 from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, NAMES, Path, bf16_path, int8_path, measure_peaks
 from pagedcli.native.system import usable_cores
-from pagedcli.planning.machine import host_memory, processor_name, unseen_gpu
+from pagedcli.planning.machine import host_memory, unseen_gpu
 from pagedcli.records import RIGHT, Bytes, count
 
 _PACKAGES = (
@@ -78,7 +78,7 @@ def devices() -> tuple[list[Device], list[str]]:
     """The processor and GPUs, and notes: why there is no GPU, and the processor's instructions."""
     total, available = host_memory()
     threads = f"{usable_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
-    rows = [Device("cpu", total, available, f"{processor_name()}, {threads}")]
+    rows = [Device("cpu", total, available, f"{processor.processor_name()}, {threads}")]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)

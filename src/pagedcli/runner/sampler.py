@@ -6,7 +6,7 @@ Used by ModelRunner. Host and device never wait for each other here: tokens are 
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -25,22 +25,27 @@ _CPU_ROWS = 16
 
 
 class PromptScores:
-    """Log-probabilities of given tokens, being copied to the host."""
+    """Log-probabilities of given tokens, and hidden states, being copied to the host."""
 
-    def __init__(self, rows: PromptRows, chosen: Tensor, largest: Tensor, values: Tensor, ids: Tensor) -> None:
-        """`chosen` [P]: of the tokens; `largest` [U]: the argmax of each row, empty if nobody asks for it; `values`,
-        `ids` [U, K]: of its likeliest tokens."""
+    def __init__(self, rows: PromptRows, states: Tensor, *scores: Tensor) -> None:
+        """`states` [H, E]; `scores`, none without tokens: `chosen` [P]: of the tokens; `largest` [U]: the argmax of
+        each row, empty if nobody asks for it; `values`, `ids` [U, K]: of its likeliest tokens."""
         self._rows = rows
-        self._download = Download([chosen, largest, values, ids])
+        self._download = Download([states, *scores])
 
     def read(self) -> tuple[list[PromptLogprobs], list[TargetScores]]:
         """Wait for them."""
-        chosen, largest, values, ids = (tensor.tolist() for tensor in self._download.wait())
+        states, *scored = self._download.wait()
+        chosen, largest, values, ids = [tensor.tolist() for tensor in scored] or 4 * [[]]
+        hidden = iter(states.numpy())
         token_ids, places = self._rows.token_ids.tolist(), self._rows.places.tolist()
         prompts: list[PromptLogprobs] = []
         targets: list[TargetScores] = []
         start = 0
         for piece in self._rows.pieces:
+            if piece.pools:
+                targets.append(TargetScores(piece.seq_id, piece.first, list(islice(hidden, piece.num_tokens))))
+                continue
             given = range(start, start + piece.num_tokens)
             start += piece.num_tokens
             if piece.num_top is None:
@@ -134,12 +139,12 @@ def _logprobs(
 def score_prompts(
     hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: PromptRows, upload: Upload
 ) -> PromptScores:
-    """Log-probabilities of given tokens: each row is computed once, however many tokens it predicts.
+    """Log-probabilities of given tokens, each row computed once, however many it predicts; and wanted hidden states.
 
     Shapes:  hidden [rows, E], of all rows that get logits.
     """
-    scored, places, token_ids = upload([rows.scored, rows.places, rows.token_ids])
-    hidden = hidden.index_select(0, scored)
+    scored, places, token_ids, pooled = upload([rows.scored, rows.places, rows.token_ids, rows.pooled])
+    states, hidden = hidden.index_select(0, pooled).float(), hidden.index_select(0, scored)
     num_rows = _ROWS if hidden.is_cuda else _CPU_ROWS
     parts = []
     for start in range(0, hidden.shape[0], num_rows):
@@ -149,7 +154,7 @@ def score_prompts(
         own = logprobs[places[tokens] - start, token_ids[tokens]]
         largest = kernels.likeliest_tokens(logits) if rows.has_targets else token_ids[:0]
         parts.append((own, largest, *kernels.top_tokens(logprobs, rows.num_top)))
-    return PromptScores(rows, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    return PromptScores(rows, states, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 # ---------------------------------------------------------------------- changes of logits

@@ -44,7 +44,7 @@ class CheckResult:
 
     check: str
     passed: Annotated[bool, "result", lambda passed: "pass" if passed else "FAIL"]
-    detail: Annotated[str, "details"]  # what was observed
+    detail: Annotated[str, "details"]  # observation, in words
     seconds: Annotated[float, "time (s)"]
 
 

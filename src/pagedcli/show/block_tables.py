@@ -1,6 +1,7 @@
 """The tables of one block of a recorded run: at a step, or through the whole run."""
 
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Any
 
 from pagedcli.printable import one_line, plural
 from pagedcli.records import hash_text
@@ -9,27 +10,8 @@ from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import Decode
 from pagedcli.views.block_life import BlockLife, HeldContent, Tenure
 from pagedcli.views.cache_groups import group_of, group_words
-from pagedcli.views.rows import ShownRow, block_slots, num_tokens_of
+from pagedcli.views.rows import block_slots, num_tokens_of
 from pagedcli.views.words import when
-
-
-class _ContentRow(ShownRow):
-    """What the block contained for a time."""
-
-    hash: Annotated[str | None, "content"]
-    group: int
-    since: Annotated[int | None, "from step"]
-    until: Annotated[int | None, "to step"]
-    seq_id: Annotated[int, "filled by seq"]
-    label: Annotated[str, "request"]
-    num_reuses: Annotated[int, "times found again"]
-    evicted_for: Annotated[str | None, "evicted for"]
-    token_ids: tuple[int, ...] | None
-    text: str | None
-
-    def __init__(self, content: HeldContent, decode: Decode | None) -> None:
-        super().__init__(content)
-        self.hash, self.text = hash_text(content.hash), _text(content.token_ids, decode)
 
 
 def block_tables(life: BlockLife, state: PoolState, facts: dict[str, Any], decode: Decode | None) -> list[Table]:
@@ -39,10 +21,10 @@ def block_tables(life: BlockLife, state: PoolState, facts: dict[str, Any], decod
     notes = [*_notes(facts), *(group_words(state.started, each) for each in groups if group and each is not None)]
     holders = f"seq_id label place {group} since until how end"
     contents = f"hash {group} since until evicted_for seq_id label num_reuses text"
-    found = [_ContentRow(each, decode) for each in life.contents]
+    found = [replace(each, text=_text(each.token_ids, decode)) for each in life.contents]
     return [
         table(Tenure, "holders", _title(facts), life.tenures, holders, notes=notes),
-        table(_ContentRow, "contents", "What it contained", found, contents),
+        table(HeldContent, "contents", "What it contained", found, contents),
     ]
 
 

@@ -181,7 +181,6 @@ class DataFiles:
         return bool(files)
 
     def discard(self) -> None:
-        """Remove what was written."""
         for file in self._files.values():
             file.discard()
         self._files = {}

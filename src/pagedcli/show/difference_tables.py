@@ -74,7 +74,6 @@ def causes_table(found: Comparison) -> Table:
 
 
 def prompts_table(found: Comparison) -> Table:
-    """Prompts that differ."""
     rows: list[dict[str, Any]] = [
         {"change": "another text", "label": one_line(one.label), "tokens_before": one.num_prompt_tokens,
          "tokens_after": other.num_prompt_tokens}

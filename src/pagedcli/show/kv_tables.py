@@ -1,7 +1,8 @@
 """The figures of a KV event state under plain keys, its tables and its page, for `attach` and for recordings."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -10,7 +11,7 @@ from pagedcli import kvevents
 from pagedcli.answers.why import Reasons, why_of_server
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Cause, CurvePoint, ServerTree, Shapes, TreeShape, branch_label, largest_branches
+from pagedcli.kvevents.tree import Cause, CurvePoint, ServerTree, TreeShape, branch_label, largest_branches
 from pagedcli.printable import one_line, plural
 from pagedcli.records import Means, Share, number
 from pagedcli.show import pages
@@ -19,6 +20,7 @@ from pagedcli.show.why_tables import salts_tables, server_tables
 from pagedcli.trace.tokens import Decode
 
 Figures = dict[str, Any]
+ShapeOf = Callable[[ServerTree], TreeShape]
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
 _MOST_BRANCHES, _MOST_TREES, _MOST_CACHES = 12, 8, 50
 
@@ -130,11 +132,11 @@ class CacheRow:
     num_vetoed_blocks: int
 
 
-def cache_rows(state: KVState, shapes: Shapes | None = None) -> list[CacheRow]:
+def cache_rows(state: KVState, shape_of: ShapeOf = TreeShape) -> list[CacheRow]:
     rows = []
     for publisher in state.publishers.values():
         for group, tree in publisher.trees.items():
-            shape = (shapes or TreeShape)(tree)
+            shape = shape_of(tree)
             for medium in sorted(tree.copies.keys() | tree.capacity.keys()) or ["GPU"]:
                 copies = tree.copies.get(medium, {})
                 num_tokens = sum(tree.nodes[block_hash].num_tokens for block_hash in copies)
@@ -206,15 +208,14 @@ def summary(
 ) -> tuple[list[str], list[Table]]:
     """The answer with what to change, and all tables of a summary; empty ones are left out.
 
-    reasons: those of the requests that a
-    recording shows. in_full: with these, and a table of larger caches.
+    reasons: those of the requests in a recording. in_full: with these, and a table of larger caches.
     """
-    shapes = Shapes()
+    shape_of = cache(TreeShape)
     tables = [
         _figures_table(state),
-        _caches_table(cache_rows(state, shapes)),
+        _caches_table(cache_rows(state, shape_of)),
         table(LoraRow, "loras", "Resident, by LoRA adapter", lora_rows(state)),
-        _branches_table(state, decode, shapes),
+        _branches_table(state, decode, shape_of),
         _unknown_table(state),
     ]
     tables = [each for each in tables if each.rows]
@@ -273,25 +274,20 @@ class _BranchRow:
     share: Share | None
 
 
-def _branches_table(state: KVState, decode: Decode | None, shapes: Shapes) -> Table:
-    rows = [row for tree in _largest_trees(state) for row in _branch_rows(shapes(tree), decode)]
+def _branches_table(state: KVState, decode: Decode | None, shape_of: ShapeOf) -> Table:
+    largest = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
+    rows = [
+        _BranchRow(
+            "  " * min(each.level, 8) + branch_label(each, decode), each.level, each.depth, len(each.nodes),
+            each.num_children, each.num_blocks, each.num_tokens, each.nodes[0].lora,
+            each.num_tokens / total if (total := shape_of(tree).total_tokens) else None,
+        )
+        for tree in largest
+        for each in largest_branches(shape_of(tree), _MOST_BRANCHES)
+    ]  # fmt: skip
     title = "Largest subtrees: runs of blocks without a fork, each below the one it continues"
     columns = "branch depth num_run_blocks num_children num_blocks num_tokens share"
     return table(_BranchRow, "branches", title, rows, columns)
-
-
-def _largest_trees(state: KVState) -> list[ServerTree]:
-    return sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
-
-
-def _branch_rows(shape: TreeShape, decode: Decode | None) -> Iterable[_BranchRow]:
-    total = shape.total_tokens
-    for each in largest_branches(shape, _MOST_BRANCHES):
-        yield _BranchRow(
-            "  " * min(each.level, 8) + branch_label(each, decode), each.level, each.depth, len(each.nodes),
-            each.num_children, each.num_blocks, each.num_tokens, each.nodes[0].lora,
-            each.num_tokens / total if total else None,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,14 +337,13 @@ def message_rows(reader: CaptureReader) -> Iterator[Figures]:
             "num_removed_blocks": after["num_removed"] - before["num_removed"],
             "num_tokens_computed_twice": after["num_tokens_again"] - before["num_tokens_again"],
             "num_blocks_stored_again": again, "num_resident_blocks": state.num_resident,
-            # of a full list, which drops its oldest note for a new one, only the last one may be new
+            # a full list drops its oldest note for a new one: only its last one may be new
             "notes": [*state.notes][num_notes if len(state.notes) < (state.notes.maxlen or 0) else -1 :],
         }  # fmt: skip
         before, num_notes = after, len(state.notes)
 
 
 def message_line(row: Figures) -> str:
-    """A message in a line."""
     time_s = "-" if row["time_s"] is None else f"{row['time_s']:.3f} s"
     twice = f", {row['num_tokens_computed_twice']:,} tokens twice" if row["num_tokens_computed_twice"] else ""
     changes = f"stored {row['num_stored_blocks']:,}, removed {row['num_removed_blocks']:,}{twice}"

@@ -115,7 +115,6 @@ class LineChart:
                 yield f'<text x="{x:.1f}" y="{bottom + 18 + 16 * place}" text-anchor="middle">{escape(label)}</text>'
 
     def x_label(self, text: str) -> str:
-        """What the horizontal axis shows."""
         x = (self.left + self.width - self.right) / 2
         return f'<text x="{x}" y="{self.height - self.bottom + 36}" text-anchor="middle">{escape(text)}</text>'
 
@@ -137,12 +136,9 @@ class LineChart:
         return f'<g transform="{place}"><title>{escape(title)}</title>{marker(series)}</g>'
 
     def svg(self, parts: Iterable[str], label: str) -> str:
-        return svg(self.width, self.height, parts, label)
-
-
-def svg(width: int, height: int, parts: Iterable[str], label: str) -> str:
-    """A drawing. `label` is for readers who do not see it."""
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+        """The drawing of these parts. `label` is for readers who do not see it."""
+        box = f"0 0 {self.width} {self.height}"
+        return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:

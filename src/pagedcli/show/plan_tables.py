@@ -136,9 +136,7 @@ def _rows_table(scan: PromptScan) -> Table:
     rows["prompt equal to an earlier one"] = scan.plan.num_repeated
     if scan.num_deduplicated:
         rows["with the answers of an earlier one, left out"] = scan.num_deduplicated
-    notes = [
-        f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
-    ]
+    notes = []
     if scores := scan.scores:
         rows |= {"with scores": scores["num_rows"], "continuations of these": scores["num_continuations"]}
         notes.append(
@@ -158,7 +156,6 @@ def _bad_table(scan: PromptScan) -> Table:
 
 
 def _shared_table(scan: PromptScan) -> Table:
-    """The prefixes that several prompts begin with, these prompts, and the text."""
     rows = [
         {
             "num_tokens": len(shared.token_ids),
@@ -290,7 +287,6 @@ class Part:
 
 
 def _parts_table(found: Forecast) -> Table:
-    """Where the time goes."""
     total = found.seconds or 1.0
     rows = [
         {"part": name, "what": _PART_NAMES[name], "seconds": seconds, "share": seconds / total}

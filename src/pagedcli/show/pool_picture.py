@@ -9,20 +9,8 @@ from string import ascii_uppercase
 
 from pagedcli.errors import UsageError
 from pagedcli.printable import one_line, plural
-from pagedcli.show.drawing import (
-    NUM_PREFIX_COLOURS,
-    Area,
-    Drawn,
-    Picture,
-    Shape,
-    Swatch,
-    box,
-    cut,
-    draw,
-    legend,
-    text,
-    text_width,
-)
+from pagedcli.show import drawing as svg
+from pagedcli.show.drawing import NUM_PREFIX_COLOURS, Area, Drawn, Picture, Shape, Swatch
 from pagedcli.trace.seq_state import SeqState
 from pagedcli.trace.state import PoolState
 from pagedcli.views.rows import BlockKind, block_kind, block_owners, num_tokens_of
@@ -131,7 +119,6 @@ def shown_sequences(state: PoolState, blocks: Sequence[ShownBlock], chosen: Coll
 
 
 def caption(state: PoolState, blocks: Sequence[ShownBlock]) -> str:
-    """What the picture shows, in words."""
     step = state.step
     new_tokens = 0 if step is None else sum(step.num_new_tokens)
     num_written = sum(block.is_written for block in blocks)
@@ -165,7 +152,7 @@ def pool_picture(
     title = "KV cache before the first step" if state.step_number is None else f"KV cache at step {state.step_number}"
 
     def body(area: Area) -> Drawn:
-        key, key_height = legend(area, _legend())
+        key, key_height = svg.legend(area, _legend())
         if area.height is None:
             pool, used = _pool(area, blocks)
             tables, more = _tables(
@@ -178,16 +165,16 @@ def pool_picture(
             left = area.x + area.width * 0.59
             tables, _ = _tables(Area(left, area.y, area.width * 0.41, room, area.font), blocks, seqs, state)
             below = room + area.font
-        key, _ = legend(Area(area.x, area.y + below, area.width, None, area.font), _legend())
+        key, _ = svg.legend(Area(area.x, area.y + below, area.width, None, area.font), _legend())
         return [*pool, *tables, *key], below + key_height
 
-    return draw(title, caption(state, blocks), body, shape)
+    return svg.draw(title, caption(state, blocks), body, shape)
 
 
 def _legend() -> list[tuple[Swatch, str]]:
     def block(kind: BlockKind, share: float = 1.0, prefix: int | None = None, *, is_written: bool = False) -> Swatch:
         shown = ShownBlock(0, kind, 1, round(100 * share), 100, (), prefix, is_written)
-        return lambda x, y, size: "".join([box(x, y, size, size, shown.look), *_marks(shown, x, y, size)])
+        return lambda x, y, size: "".join([svg.box(x, y, size, size, shown.look), *_marks(shown, x, y, size)])
 
     return [
         (block("empty"), "empty"),
@@ -207,7 +194,7 @@ def _pool(area: Area, blocks: Sequence[ShownBlock]) -> Drawn:
     for place, block in enumerate(blocks):
         x, y = area.x + place % columns * size, area.y + place // columns * size
         parts.append(
-            box(
+            svg.box(
                 x, y, inner, inner, block.look, title=block.title(), block=block.block_id, ref_count=block.ref_count,
                 state=block.state, owners=" ".join(map(str, block.owners)), tokens=block.num_tokens,
             )
@@ -256,12 +243,14 @@ def _block_words(block: ShownBlock, x: float, y: float, size: float) -> list[str
     """The id of a block, whose it is, and its ref count if that is more than one."""
     on = "on" if block.kind in ("full", "shared") else "halo"
     small = size * (0.24 if size >= 40 else 0.3)
-    parts = [text(x + size * 0.1, y + size * 0.1 + small * 0.8, block.block_id, on if block.owners else "ink", small)]
+    parts = [
+        svg.text(x + size * 0.1, y + size * 0.1 + small * 0.8, block.block_id, on if block.owners else "ink", small)
+    ]
     if block.mark:
         main = min(size * 0.36, size * 0.8 / (len(block.mark) * 0.6))
-        parts.append(text(x + size / 2, y + size * 0.64, block.mark, on, main, "middle"))
+        parts.append(svg.text(x + size / 2, y + size * 0.64, block.mark, on, main, "middle"))
     if block.ref_count > 1:
-        parts.append(text(x + size * 0.92, y + size * 0.92, f"×{block.ref_count}", on, small, "end"))
+        parts.append(svg.text(x + size * 0.92, y + size * 0.92, f"×{block.ref_count}", on, small, "end"))
     return parts
 
 
@@ -277,18 +266,18 @@ def _tables(area: Area, blocks: Sequence[ShownBlock], seqs: Sequence[SeqState], 
     for seq in shown:
         new = f" +{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else ""
         facts = f"{plural(seq.num_computed_tokens, 'token')}, {state.status_of(seq)}{new}"
-        name, room = f"s{seq.seq_id}", area.width - text_width(facts, area.font * 0.85)
-        label = cut(one_line(seq.label), room - text_width(name, area.font) - 2 * area.font, area.font)
+        name, room = f"s{seq.seq_id}", area.width - svg.text_width(facts, area.font * 0.85)
+        label = svg.cut(one_line(seq.label), room - svg.text_width(name, area.font) - 2 * area.font, area.font)
         parts += [
-            text(area.x, y + area.font * 0.9, name, "strong", area.font),
-            text(area.x + text_width(f"{name}  ", area.font), y + area.font * 0.9, label, "ink", area.font),
-            text(area.x + area.width, y + area.font * 0.9, facts, "muted", area.font * 0.85, "end"),
+            svg.text(area.x, y + area.font * 0.9, name, "strong", area.font),
+            svg.text(area.x + svg.text_width(f"{name}  ", area.font), y + area.font * 0.9, label, "ink", area.font),
+            svg.text(area.x + area.width, y + area.font * 0.9, facts, "muted", area.font * 0.85, "end"),
         ]
         parts += _entries(area, y + area.font * 1.25, size, seq, blocks)
         y += row
     left = len(seqs) - len(shown)
     if left:
-        parts.append(text(area.x, y + area.font * 0.9, f"and {plural(left, 'more sequence')}", "muted", area.font))
+        parts.append(svg.text(area.x, y + area.font * 0.9, f"and {plural(left, 'more sequence')}", "muted", area.font))
     return parts, y + (area.font if left else 0) - area.y
 
 
@@ -304,17 +293,17 @@ def _entries(area: Area, y: float, size: float, seq: SeqState, blocks: Sequence[
         at = column + (1 if num_left and column >= most // 2 else 0)
         x, inner = area.x + at * size, size * 0.94
         if block_id is None:
-            parts.append(text(x + inner / 2, y + size * 0.65, "–", "muted", area.font, "middle"))
+            parts.append(svg.text(x + inner / 2, y + size * 0.65, "–", "muted", area.font, "middle"))
             continue
         block = blocks[block_id]
         on = "on" if block.kind in ("full", "shared") else "halo"
         font = min(area.font * 0.8, inner / (len(str(block_id)) * 0.75))
-        parts.append(box(x, y, inner, inner, block.look, seq=seq.seq_id, place=place, entry=block_id))
+        parts.append(svg.box(x, y, inner, inner, block.look, seq=seq.seq_id, place=place, entry=block_id))
         parts += _marks(block, x, y, inner)
-        parts.append(text(x + inner / 2, y + inner / 2 + font * 0.36, block_id, on, font, "middle"))
+        parts.append(svg.text(x + inner / 2, y + inner / 2 + font * 0.36, block_id, on, font, "middle"))
     if num_left:
         x = area.x + (most // 2 + 0.5) * size
-        parts.append(text(x, y + size * 0.6, f"+{num_left + 1}", "muted", area.font * 0.7, "middle"))
+        parts.append(svg.text(x, y + size * 0.6, f"+{num_left + 1}", "muted", area.font * 0.7, "middle"))
     return parts
 
 

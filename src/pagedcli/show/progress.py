@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
+from pagedcli.core.facts import RunFacts
 from pagedcli.files import whole_file, writing
 from pagedcli.printable import duration_text, plural
 from pagedcli.show.terminal import say
@@ -41,25 +42,6 @@ def progress_view(*, quiet_terminal: bool, time_left: TimeLeft | None = None) ->
     return _Progress(time_left)
 
 
-class _Rates:
-    """Tokens per second over the last seconds."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
-
-    def add(self, stats: BatchStats) -> None:
-        now, facts = time.monotonic(), stats.facts
-        self._points.append((now, facts.num_cached_tokens + facts.num_computed_given, facts.num_generated_tokens))
-        while now - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
-            self._points.popleft()
-
-    def per_s(self) -> tuple[float, float]:
-        """Tokens of prompts and continuations that were found or computed, generated tokens."""
-        first, last = self._points[0], self._points[-1]
-        elapsed_s = max(last[0] - first[0], 1e-9)
-        return (last[1] - first[1]) / elapsed_s, (last[2] - first[2]) / elapsed_s
-
-
 def rows_text(stats: BatchStats) -> str:
     """`412/1,000 rows, 3 failed`"""
     rows = plural(stats.num_finished if stats.num_rows is None else stats.num_rows, "row")
@@ -68,7 +50,7 @@ def rows_text(stats: BatchStats) -> str:
 
 
 def average_pace(stats: BatchStats) -> float | None:
-    """As if the rows that are left took as long as those that are done."""
+    """The seconds left, if the other rows take as long as those that are done."""
     if stats.num_rows is None or not stats.num_done:
         return None
     return (stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done
@@ -79,17 +61,6 @@ def _left(left_s: float | None) -> list[str]:
     return [] if left_s is None else [f"{duration_text(max(1.0, left_s))} left"]
 
 
-def details(stats: BatchStats, rates: _Rates) -> list[str]:
-    """Speeds, cache use and scheduling, briefly."""
-    facts, (prompt_per_s, generated_per_s) = stats.facts, rates.per_s()
-    parts = [f"prompt {prompt_per_s:,.0f} tok/s", f"generated {generated_per_s:,.0f} tok/s"]
-    parts.append(f"KV {100 * facts.num_used_blocks / max(facts.num_blocks, 1):.0f} %")
-    parts.append(f"hits {100 * facts.hit_rate:.0f} %")
-    if facts.num_preemptions:
-        parts.append(f"preempted {facts.num_preemptions:,}")
-    return parts
-
-
 class _Progress(ProgressView):
     """Shows the run again when the last time is long enough ago."""
 
@@ -97,18 +68,33 @@ class _Progress(ProgressView):
 
     def __init__(self, time_left: TimeLeft) -> None:
         self._time_left = time_left
-        self._rates = _Rates()
+        # time, tokens of prompts and continuations that were found or computed, generated tokens
+        self._points: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         self._next_s = time.monotonic() + self.first_after_s
 
     def update(self, stats: BatchStats) -> None:
-        self._rates.add(stats)
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + self.every_s
+        now, facts = time.monotonic(), stats.facts
+        self._points.append((now, facts.num_cached_tokens + facts.num_computed_given, facts.num_generated_tokens))
+        while now - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
+            self._points.popleft()
+        if now >= self._next_s:
+            self._next_s = now + self.every_s
             self.show(stats)
+
+    def details(self, facts: RunFacts) -> list[str]:
+        """Speeds over the last seconds, cache use and scheduling, briefly."""
+        (first_s, *first), (last_s, *last) = self._points[0], self._points[-1]
+        rates = [(num - before) / max(last_s - first_s, 1e-9) for before, num in zip(first, last, strict=True)]
+        parts = [f"prompt {rates[0]:,.0f} tok/s", f"generated {rates[1]:,.0f} tok/s"]
+        parts.append(f"KV {100 * facts.num_used_blocks / max(facts.num_blocks, 1):.0f} %")
+        parts.append(f"hits {100 * facts.hit_rate:.0f} %")
+        if facts.num_preemptions:
+            parts.append(f"preempted {facts.num_preemptions:,}")
+        return parts
 
     def show(self, stats: BatchStats) -> None:
         """A whole line, for logs."""
-        say(", ".join([rows_text(stats), *details(stats, self._rates), *_left(self._time_left(stats))]))
+        say(", ".join([rows_text(stats), *self.details(stats.facts), *_left(self._time_left(stats))]))
 
 
 class _LiveProgress(_Progress):
@@ -143,9 +129,8 @@ class _LiveProgress(_Progress):
             total=stats.num_rows or None, completed=stats.num_finished, pulse=stats.num_rows is None
         )
         line.add_row(rows_text(stats), bar, *_left(self._time_left(stats)))
-        return console.Group(
-            line, text.Text(" · ".join(details(stats, self._rates)), no_wrap=True, overflow="ellipsis")
-        )
+        details = text.Text(" · ".join(self.details(stats.facts)), no_wrap=True, overflow="ellipsis")
+        return console.Group(line, details)
 
 
 _WRITE_EVERY_S = 1.0

@@ -46,11 +46,8 @@ def check_ending(path: Path) -> str:
 
 
 def _png(picture: Picture, theme: Theme, width: int) -> bytes:
-    return _rendered(picture.svg(_fixed(theme)), width if picture.width > _NARROW else width // 2)
-
-
-def _fixed(theme: Theme) -> Theme:
-    return Theme.DARK if theme is Theme.DARK else Theme.LIGHT
+    fixed = Theme.DARK if theme is Theme.DARK else Theme.LIGHT
+    return _rendered(picture.svg(fixed), width if picture.width > _NARROW else width // 2)
 
 
 def _rendered(svg: str, width: int) -> bytes:
@@ -74,7 +71,7 @@ def _write_gif(file: BinaryIO, frames: Iterable[Picture], theme: Theme) -> int:
     def drawn(picture: Picture) -> Image.Image:
         return Image.open(io.BytesIO(_png(picture, theme, _WIDTH[".gif"]))).convert("RGB")
 
-    exact = [tuple(bytes.fromhex(colour[1:])) for colour in colours_of(_fixed(theme))]
+    exact = [tuple(bytes.fromhex(colour[1:])) for colour in colours_of(theme)]
     mixed = drawn(all_colours()).quantize(_NUM_COLOURS, dither=Image.Dither.NONE).getpalette() or []
     far = [
         each for each in zip(*[iter(mixed)] * 3, strict=True) if all(math.dist(each, other) > _NEAR for other in exact)

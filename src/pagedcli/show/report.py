@@ -64,7 +64,7 @@ class PoolFrames(View):
         self._touched.update(range(len(self._cells)))
         self._touched_seqs.update(dict.fromkeys(self._held))
 
-    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled | ev.StepFailed, state: PoolState) -> None:
         if not self.blocks:
             self.first_step = event.step
         self.add(state)
@@ -72,9 +72,7 @@ class PoolFrames(View):
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self._touch_all()
         if state.step is not None and not state.step.scheduled:
-            if not self.blocks:
-                self.first_step = event.step
-            self.add(state)
+            self.on_step_scheduled(event, state)
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self._touched.add(event.block_id)

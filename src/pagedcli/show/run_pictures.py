@@ -7,23 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from pagedcli.printable import one_line, percent_text, plural
-from pagedcli.show.drawing import (
-    Area,
-    Drawn,
-    Picture,
-    Shape,
-    box,
-    cut,
-    draw,
-    legend,
-    line,
-    swatch,
-    text,
-    text_width,
-    wrapped,
-)
+from pagedcli.show import drawing as svg
+from pagedcli.show.drawing import Area, Drawn, Picture, Shape
 from pagedcli.trace.state import PoolState
 from pagedcli.views.prefix_tree import Branch, PrefixTree, pruned
 from pagedcli.views.request_life import Life
@@ -55,11 +43,11 @@ def life_picture(name: str, lives: Sequence[Life], *, shape: Shape = Shape.SLIDE
     def body(area: Area) -> Drawn:
         side = area.width * 0.36 if area.height is not None else 0.0
         key = [
-            *((swatch(phase), phase) for phase in PHASES),
-            (swatch("held"), "its own blocks"),
-            (swatch("shared"), "shared blocks"),
+            *((svg.swatch(phase), phase) for phase in PHASES),
+            (svg.swatch("held"), "its own blocks"),
+            (svg.swatch("shared"), "shared blocks"),
         ]
-        key_height = legend(area, key)[1] + area.font
+        key_height = svg.legend(area, key)[1] + area.font
         height = 15 * area.font if area.height is None else (area.height - key_height) / max(1, len(shown))
         parts: list[str] = []
         y = area.y
@@ -73,7 +61,7 @@ def life_picture(name: str, lives: Sequence[Life], *, shape: Shape = Shape.SLIDE
                 y += used + area.font
             parts += drawn
             y += height
-        drawn, _ = legend(Area(area.x, y + area.font, area.width, None, area.font), key)
+        drawn, _ = svg.legend(Area(area.x, y + area.font, area.width, None, area.font), key)
         return [*parts, *drawn], y + key_height - area.y
 
     left = f" ({len(lives) - len(shown)} more not shown)" if len(lives) > len(shown) else ""
@@ -81,7 +69,7 @@ def life_picture(name: str, lives: Sequence[Life], *, shape: Shape = Shape.SLIDE
         f"{plural(len(lives), 'sequence')} of request {name}{left}, from step {first} to step {last}: what it did, and"
         f" below that the blocks that it held, at most {most_blocks}. Numbers mark what happened."
     )
-    return draw(f"The life of request {name}", caption, body, shape)
+    return svg.draw(f"The life of request {name}", caption, body, shape)
 
 
 def _life_chart(area: Area, life: Life, steps: tuple[int, int], most_blocks: int) -> list[str]:
@@ -98,41 +86,43 @@ def _life_chart(area: Area, life: Life, steps: tuple[int, int], most_blocks: int
     def y(blocks: float) -> float:
         return bottom - blocks / max(1, most_blocks) * (bottom - top)
 
-    parts = [text(area.x, area.y + font, f"sequence {life.seq_id}", "strong", font)]
+    parts = [svg.text(area.x, area.y + font, f"sequence {life.seq_id}", "strong", font)]
     for tick in ticks(0, most_blocks, 4):
         parts += [
-            line(left, y(tick), x(last + 1), y(tick)),
-            text(left - 6, y(tick) + 4, tick, "muted", font * 0.8, "end"),
+            svg.line(left, y(tick), x(last + 1), y(tick)),
+            svg.text(left - 6, y(tick) + 4, tick, "muted", font * 0.8, "end"),
         ]
     for tick in ticks(first, last):
-        parts.append(text(x(tick + 0.5), bottom + font * 1.1, tick, "muted", font * 0.8, "middle"))
-    parts.append(text(area.x, bottom + font * 1.1, "step", "muted", font * 0.8))
+        parts.append(svg.text(x(tick + 0.5), bottom + font * 1.1, tick, "muted", font * 0.8, "middle"))
+    parts.append(svg.text(area.x, bottom + font * 1.1, "step", "muted", font * 0.8))
     for (held, shared), same in groupby(life.held, key=lambda entry: entry[1:]):
         run = [step for step, _, _ in same]
         width = (run[-1] + 1 - run[0]) * scale
         if held:
             data = {"first": run[0], "last": run[-1], "held": held, "shared": shared}
-            parts.append(box(x(run[0]), y(held), width, y(shared) - y(held), "held", **data))
+            parts.append(svg.box(x(run[0]), y(held), width, y(shared) - y(held), "held", **data))
         if shared:
-            parts.append(box(x(run[0]), y(shared), width, bottom - y(shared), "shared"))
+            parts.append(svg.box(x(run[0]), y(shared), width, bottom - y(shared), "shared"))
     for phase in life.phases:
         end = (phase.last_step if phase.last_step is not None else last) + 1
         width = (end - phase.first_step) * scale
         rests = phase.status in ("waiting", "preempted")  # lower, so that it is told apart without colours
         height, label = (font, "ink") if rests else (font * 1.5, "on")
         parts.append(
-            box(x(phase.first_step), band + font * 1.5 - height, width, height, phase.status, phase=phase.status)
+            svg.box(x(phase.first_step), band + font * 1.5 - height, width, height, phase.status, phase=phase.status)
         )
-        if text_width(phase.status, font * 0.85) < width:
+        if svg.text_width(phase.status, font * 0.85) < width:
             middle = x((phase.first_step + end) / 2)
-            parts.append(text(middle, band + font * 1.5 - height * 0.28, phase.status, label, font * 0.85, "middle"))
+            parts.append(
+                svg.text(middle, band + font * 1.5 - height * 0.28, phase.status, label, font * 0.85, "middle")
+            )
     before = -math.inf
     for number, (step, _) in enumerate(life.happenings, 1):
         at = max(x(step), before + font * 1.3)  # the numbers of one step stand side by side
         before = at
         parts += [
-            line(x(step), band, x(step), bottom, "edge"),
-            text(at, band - font * 0.4, number, "strong", font * 0.85),
+            svg.line(x(step), band, x(step), bottom, "edge"),
+            svg.text(at, band - font * 0.4, number, "strong", font * 0.85),
         ]
     return parts
 
@@ -143,14 +133,17 @@ def _happenings(area: Area, life: Life) -> Drawn:
     most = 14 if area.height is None else int((area.height - area.font * 2) / size)
     lines = []
     for place, (step, what) in enumerate(life.happenings, 1):
-        first, *others = wrapped(f"step {step} {what}", area.width - 2 * area.font, font)
+        first, *others = svg.wrapped(f"step {step} {what}", area.width - 2 * area.font, font)
         lines += [(str(place), first), *(("", each) for each in others)]
     if len(lines) > most:
         lines = [*lines[: most - 1], ("", f"and {plural(len(lines) - most + 1, 'more line')}")]
     parts = []
     for place, (number, words) in enumerate(lines):
         y = area.y + area.font + place * size
-        parts += [text(area.x, y, number, "strong", font), text(area.x + 1.6 * area.font, y, words, "ink", font)]
+        parts += [
+            svg.text(area.x, y, number, "strong", font),
+            svg.text(area.x + 1.6 * area.font, y, words, "ink", font),
+        ]
     return parts, len(lines) * size + area.font
 
 
@@ -172,7 +165,7 @@ def tree_picture(tree: PrefixTree, block_size: int, *, shape: Shape = Shape.SLID
         f" long as its blocks of {plural(block_size, 'token')}; the number and the width of an edge say how often it"
         f" was found.{left}"
     )
-    return draw("The tree of prefixes, and its hits", caption, body, shape)
+    return svg.draw("The tree of prefixes, and its hits", caption, body, shape)
 
 
 class _TreeDrawing:
@@ -184,14 +177,14 @@ class _TreeDrawing:
         branches = list(root.walk())
         ends = [branch.start + branch.num_blocks for branch in branches]
         self._right = area.x + area.width
-        room = area.width - text_width("x" * 30, area.font * 0.8) - self._gap * _depth(root)
+        room = area.width - svg.text_width("x" * 30, area.font * 0.8) - self._gap * _depth(root)
         self._scale = room / max(1, *ends)
         rows = sum(1 + bool(branch.num_unfound) for branch in branches)
         most = area.font * 2.8
         self._row = most if area.height is None else min(most, (area.height - area.font * 2) / rows)
         self._bar = min(self._row * 0.55, area.font * 1.4)
         self.y = area.y + area.font * 1.6
-        self.parts = [text(area.x, area.y + area.font * 0.8, "start of the prompts", "muted", area.font * 0.8)]
+        self.parts = [svg.text(area.x, area.y + area.font * 0.8, "start of the prompts", "muted", area.font * 0.8)]
         self._below(root, area.x + area.font, area.y + area.font)
 
     def _below(self, branch: Branch, x: float, y: float) -> None:
@@ -205,7 +198,7 @@ class _TreeDrawing:
                 f'<path class="edge" stroke-width="1" d="M{x:.1f} {y:.1f}V{at:.1f}h{self._gap * 0.4:.1f}"/>'
             )
             words = f"{plural(branch.num_unfound, 'ending')} never found again"
-            self.parts.append(text(x + self._gap * 0.5, at + font * 0.3, words, "muted", font * 0.8))
+            self.parts.append(svg.text(x + self._gap * 0.5, at + font * 0.3, words, "muted", font * 0.8))
             self.y += self._row
 
     def _branch(self, branch: Branch, x_from: float, y_from: float) -> None:
@@ -214,21 +207,15 @@ class _TreeDrawing:
         width = 1 + 5 * math.sqrt(branch.num_hits / max(1, self._num_lookups))
         path = f"M{x_from:.1f} {y_from:.1f}V{middle:.1f}H{x:.1f}"
         facts = f"{plural(branch.num_blocks, 'block')}, first {one_line(branch.label)}"
+        data: dict[str, Any] = {"hits": branch.num_hits, "blocks": branch.num_blocks, "start": branch.start}
         stop = x + length
         self.parts += [
             f'<path class="edge" stroke-width="{width:.1f}" d="{path}"/>',
-            box(
-                x,
-                self.y,
-                length,
-                self._bar,
-                "shared",
-                hits=branch.num_hits,
-                blocks=branch.num_blocks,
-                start=branch.start,
+            svg.box(x, self.y, length, self._bar, "shared", **data),
+            svg.text(x - 6, middle - width / 2 - 3, f"{branch.num_hits:,}×", "strong", font * 0.85, "end"),
+            svg.text(
+                stop + 8, middle + font * 0.3, svg.cut(facts, self._right - stop - 8, font * 0.8), "ink", font * 0.8
             ),
-            text(x - 6, middle - width / 2 - 3, f"{branch.num_hits:,}×", "strong", font * 0.85, "end"),
-            text(stop + 8, middle + font * 0.3, cut(facts, self._right - stop - 8, font * 0.8), "ink", font * 0.8),
         ]
         self.y += self._row
         self._below(branch, stop - min(length / 2, font), middle + self._bar / 2)
@@ -278,21 +265,21 @@ def waste_picture(state: PoolState, *, shape: Shape = Shape.SLIDE) -> Picture:
         for row in rows:
             share = row.num_filled / row.num_slots if row.num_slots else 0.0
             facts = f"{plural(row.num_slots, 'slot')} reserved, {row.num_filled:,} hold a token ({percent_text(share)})"
-            beside = text_width(row.name + facts, area.font) < area.width * 0.95
+            beside = svg.text_width(row.name + facts, area.font) < area.width * 0.95
             parts += [
-                text(area.x, y + area.font, row.name, "strong", area.font),
-                text(area.x + (area.width if beside else 0), y + area.font * (1 if beside else 2.2), facts, "muted",
+                svg.text(area.x, y + area.font, row.name, "strong", area.font),
+                svg.text(area.x + (area.width if beside else 0), y + area.font * (1 if beside else 2.2), facts, "muted",
                      area.font * 0.9, "end" if beside else "start"),
             ]  # fmt: skip
             y_bar = y + area.font * (1.5 if beside else 2.7)
             filled = row.num_filled
             parts += [
-                box(area.x, y_bar, area.width, height, "empty", slots=row.num_slots, filled=filled),
-                box(area.x, y_bar, area.width * share, height, "full"),
+                svg.box(area.x, y_bar, area.width, height, "empty", slots=row.num_slots, filled=filled),
+                svg.box(area.x, y_bar, area.width * share, height, "full"),
             ]
             y += space
-        key = [(swatch("full"), "slots that hold a token"), (swatch("empty"), "reserved, but without a token")]
-        drawn, used = legend(Area(area.x, y, area.width, None, area.font), key)
+        key = [(svg.swatch("full"), "slots that hold a token"), (svg.swatch("empty"), "reserved, but without a token")]
+        drawn, used = svg.legend(Area(area.x, y, area.width, None, area.font), key)
         return [*parts, *drawn], y + used - area.y
 
     saved = state.num_blocks_saved
@@ -302,4 +289,4 @@ def waste_picture(state: PoolState, *, shape: Shape = Shape.SLIDE) -> Picture:
         f"The {plural(state.num_running, 'sequence')} that run {step}: slots that three ways of reserving take for"
         f" them, each bar as wide as its own reservation.{sharing}"
     )
-    return draw("Waste: contiguous against paged", caption, body, shape)
+    return svg.draw("Waste: contiguous against paged", caption, body, shape)

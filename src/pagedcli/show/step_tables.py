@@ -103,7 +103,8 @@ def step_tables(moment: Moment) -> list[Table]:
     state = moment.state
     tables_of = {seq.seq_id: seq.block_table for seq in state.running()}
     prefixes, longest = shared_prefixes(tables_of)
-    of_pool = [_prefixes(prefixes), group_table(state), _slots(state)]
+    slots = table(_Slot, "state_slots", "Slots of recurrent state", map(_Slot, state_slots(state)))
+    of_pool = [_prefixes(prefixes), group_table(state), slots]
     tables = [_sequences(moment, longest), *of_pool, _lookups(moment), hit_table(moment)]
     return [table for table in tables if table.rows]
 
@@ -174,12 +175,6 @@ class _Slot(ShownRow):
     )
 
 
-def _slots(state: PoolState) -> Table:
-    """Each slot of recurrent state that is not empty."""
-    rows = [_Slot(slot) for slot in state_slots(state)]
-    return table(_Slot, "state_slots", "Slots of recurrent state", rows)
-
-
 def _lookups(moment: Moment) -> Table:
     state, step = moment.state, moment.state.step
     rows = [
@@ -227,7 +222,8 @@ def _styled(cell: str, column: Column) -> Text:
 def print_step_tables(moment: Moment, console: Console, width: int | None) -> None:
     """Print a moment in full, at a width or (None) without limit."""
     state = moment.state
-    console.print(Text(_title(state), "bold"), soft_wrap=True)
+    title = "before the first step" if state.step is None else f"step {state.step.step}"
+    console.print(Text(f"── {title}, as its forward pass sees the cache", "bold"), soft_wrap=True)
     for line in _pool_lines(state):
         for part in [line] if width is None else line.wrap(console, width):
             console.print(part, soft_wrap=True)
@@ -248,11 +244,6 @@ def print_step_tables(moment: Moment, console: Console, width: int | None) -> No
 def _pool_lines(state: PoolState) -> list[Text]:
     slots = slots_line(state)
     return [pool_line(state), Text(ref_counts_line(state)), *([] if slots is None else [Text(slots)])]
-
-
-def _title(state: PoolState) -> str:
-    title = "before the first step" if state.step is None else f"step {state.step.step}"
-    return f"── {title}, as its forward pass sees the cache"
 
 
 def step_markdown(moment: Moment) -> str:
@@ -308,7 +299,6 @@ class StepPrinter:
         self.show(event)
 
     def settled(self) -> PoolState:
-        """The state after all events so far."""
         return self.moment.state
 
     def show(self, event: Event) -> None:

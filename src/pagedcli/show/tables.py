@@ -17,13 +17,7 @@ import msgspec
 from rich.cells import cell_len
 
 from pagedcli.printable import one_line, printable, printable_json, wrap_words
-from pagedcli.records import Column as Column
-from pagedcli.records import as_row, columns_of
-from pagedcli.records import count as count
-from pagedcli.records import decimal as decimal
-from pagedcli.records import percent as percent
-from pagedcli.records import size as size
-from pagedcli.records import text as text
+from pagedcli.records import Column, as_row, columns_of
 
 TableRow = Mapping[str, Any]
 ALL_HINT = "every table: --all"
@@ -238,7 +232,6 @@ def markdown_text(text: str) -> str:
 
 
 def shown_cells(table: Table) -> list[list[str]]:
-    """The rows as text."""
     return [
         ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
         for row in table.rows[: table.max_shown]

@@ -58,7 +58,6 @@ def server_tables(reasons: Reasons, decode: Decode | None) -> list[Table]:
 
 
 def _totals_table(reasons: Reasons) -> Table:
-    """Where the looked up tokens were."""
     first, own = reasons.totals(own=False), reasons.totals(own=True)
     words = {**PART_WORDS, "ideal": PART_WORDS["ideal"] + " and the prefix store" * bool(first.disk_hit)}
     rows = [_TotalsRow(key, label, *_share(first, key), *_share(own, key)) for key, label in words.items()]

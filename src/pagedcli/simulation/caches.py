@@ -28,7 +28,6 @@ class Accesses:
     starts: Ints  # [R+1] the accesses of request r are starts[r] ... starts[r+1] - 1
     tokens: Ints  # [A] that a hit saves
     prompt_tokens: Ints  # [R]
-    block_size: int
 
     @property
     def num_requests(self) -> int:
@@ -73,7 +72,7 @@ def accesses_of(workload: Requests, block_size: int, *, partial_blocks: bool = F
         tokens.extend(saved)
         starts.append(len(blocks))
     prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
-    return Accesses(_as_ints(blocks), _as_ints(starts), _as_ints(tokens), prompt_tokens, block_size)
+    return Accesses(_as_ints(blocks), _as_ints(starts), _as_ints(tokens), prompt_tokens)
 
 
 def sums_before(values: Ints | Bools) -> Ints:

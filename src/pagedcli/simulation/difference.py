@@ -12,13 +12,10 @@ from pathlib import Path
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
-from pagedcli.errors import UsageError
 from pagedcli.printable import plural
 from pagedcli.simulation.requests import Chains, Request, Requests
 from pagedcli.simulation.run import recorded_plan, simulate
-from pagedcli.simulation.sources import RecordedRequests
-from pagedcli.trace.files import TraceReader
-from pagedcli.trace.fold import fold
+from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.views.stats import RunStats
 
 CAUSES = {
@@ -89,12 +86,9 @@ def recorded_sides(before: Path, after: Path) -> tuple[Side, Side, str | None]:
 
 
 def _recorded_side(path: Path, chains: Chains) -> Side:
-    reader, view, stats = TraceReader(path), RecordedRequests(chains), RunStats()
-    state = fold(reader, view, stats)
-    workload, facts = view.finish(), stats.facts
-    workload.notes += reader.notes
-    if not workload.requests:
-        raise UsageError(f"{path}: no request finished in this run")
+    stats = RunStats()
+    workload, state = read_recorded_run(path, stats, chains=chains)
+    facts = stats.facts
     measured, disk_tokens = _measures(facts, facts.num_cached_tokens, facts.num_prompt_tokens), facts.num_disk_tokens
     from_disk = {
         "hit_rate": Fraction(disk_tokens, max(1, facts.num_prompt_tokens)),

@@ -67,7 +67,7 @@ class TraceRow(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Self | None:
-        """None: the record is no request, and is skipped."""
+        """The row of a record; None: it is no request, and is skipped."""
         return msgspec.convert(record, cls)
 
 
@@ -184,7 +184,6 @@ class _Reader:
         self.given_hash_size = given_hash_size
         self.workload = Requests()
         self._chains = Chains()
-        self._decoder: msgspec.json.Decoder[Any] | None = None
 
     def read(self, lines: TraceLines) -> None:
         place = ""

@@ -39,16 +39,6 @@ _NO_SAMPLING = SamplingInput.of([])
 _NO_INPUT = StepInput(_NONE, None, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, None, (), 0, 0)
 
 
-class VirtualClock:
-    """The clock of a simulation: it advances by the time of each step."""
-
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 class NoExecutor:
     """Computes nothing. Sampled tokens are those of an earlier run where they are known, and otherwise a new number
     each, so no generated block equals another."""
@@ -71,7 +61,7 @@ class NoExecutor:
         """The token of a row; `fresh`: its number, if it is not known."""
         row = fresh - self._next_token  # place from the end
         seq, place = self.seqs[row], 0
-        while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # after its draft
+        while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # its draft comes before it
             row, place = row - 1, place + 1
         samples, place = self.outputs.get(seq.request_id), seq.num_output_tokens + place
         return fresh if samples is None or place >= len(samples[seq.sample_index]) else samples[seq.sample_index][place]
@@ -80,22 +70,17 @@ class NoExecutor:
 class TimingBuilder:
     """A builder of no arrays, as no executor reads them: advances the clock by the time of the step."""
 
-    def __init__(
-        self, scheduler: Scheduler, executor: NoExecutor, clock: VirtualClock, step_time: StepClock | None
-    ) -> None:
-        self._scheduler = scheduler
-        self._executor = executor
-        self._clock = clock
-        self._step_time = step_time
+    def __init__(self, core: "SimulatedCore", scheduler: Scheduler, step_time: StepClock | None) -> None:
+        self._core, self._scheduler, self._step_time = core, scheduler, step_time
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
-        self._clock.now_ns += STEP_NS if self._step_time is None else self._step_time(work, self._scheduler)
+        self._core.now_ns += STEP_NS if self._step_time is None else self._step_time(work, self._scheduler)
         pairs = zip(work.seqs, work.num_new_tokens, strict=True)
         rows = ((seq, seq.num_logits(seq.num_computed_tokens + num_new)) for seq, num_new in pairs)
         return _NO_INPUT, [seq for seq, num_rows in rows if seq.targets is None for _ in range(num_rows)]
 
     def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
-        self._executor.seqs = seqs
+        self._core.no_executor.seqs = seqs
         return _NO_SAMPLING
 
 
@@ -115,16 +100,16 @@ class SimulatedCore(EngineCore):
     def __init__(
         self, plan: Plan, hash_size: int | None, *, step_time: StepClock | None = None, emit: Emit | None = None
     ) -> None:
-        self.clock = VirtualClock()
+        self.now_ns = 0  # advances by the time of each step
         self.no_executor = NoExecutor()
         self._hash_size = hash_size
         super().__init__(
             plan,
             self.no_executor,
             emit=emit,
-            clock_ns=self.clock,
+            clock_ns=lambda: self.now_ns,
             knows_tokens=False,
-            make_builder=lambda scheduler: TimingBuilder(scheduler, self.no_executor, self.clock, step_time),
+            make_builder=lambda scheduler: TimingBuilder(self, scheduler, step_time),
         )
 
     def add(self, request: Request) -> None:
@@ -191,7 +176,7 @@ class RunResult:
     plan: Plan
     prompt_tokens: Ints
     cached_tokens: "array[int]"  # cached tokens of each prompt, when it was first computed
-    waited_s: "array[float]"  # from arrival to the first step that computed it; steps where these have no time
+    waited_s: "array[float]"  # seconds from arrival to its first computed step; steps where these have no time
     facts: RunFacts
     num_requests: int = 0
     num_refused: int = 0
@@ -214,7 +199,7 @@ class RunResult:
         """(full blocks that hit, full blocks of the prompts)."""
         served, size = self.served(warmup), self.plan.limits.block_size
         cached = np.asarray(self.cached_tokens)[served]
-        # of a prompt that hits in whole, the last token is computed
+        # a prompt that hits in whole computes its last token
         return int((-(-cached // size)).sum()), int((self.prompt_tokens[served] // size).sum())
 
 
@@ -236,7 +221,7 @@ def simulate(
                 driver.finish(output)
         if observe is not None:
             observe(driver.num_done)
-    driver.result.total_s = core.clock.now_ns / STEP_NS
+    driver.result.total_s = core.now_ns / STEP_NS
     return driver.result
 
 
@@ -265,10 +250,10 @@ class _Driver:
             if not self._work.has_room:
                 break
             arrival_ns = self._arrival_ns(request)
-            if arrival_ns > core.clock.now_ns:
+            if arrival_ns > core.now_ns:
                 if core.has_unfinished_requests():
                     break
-                core.clock.now_ns = arrival_ns  # nothing to do until then
+                core.now_ns = arrival_ns  # nothing to do until then
             self._add(request)
         return core.has_unfinished_requests() or self._next < len(self._requests)
 
@@ -286,13 +271,13 @@ class _Driver:
             self.num_done += 1
         else:
             self._index[request.request_id] = self._next
-            self._added_ns[request.request_id] = self._core.clock.now_ns
+            self._added_ns[request.request_id] = self._core.now_ns
             self._work.count(request.num_prompt_tokens)
         self._next += 1
 
     def finish(self, output: FinishedRequest) -> None:
         if not self.result.first_s:
-            self.result.first_s = self._core.clock.now_ns / STEP_NS
+            self.result.first_s = self._core.now_ns / STEP_NS
         index = self._index.pop(output.request_id)
         self._work.count(self._requests[index].num_prompt_tokens, -1)
         admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)

@@ -1,4 +1,5 @@
-"""All laws of a whole trace: those of a pool (laws.py), and those that the state does not depend on.
+"""All laws of a whole trace: those of a pool (laws.py), and those that the state does not depend on, which come after
+them: an event of an unknown sequence does not reach these.
 
 Used by `pagedcli trace --check` and by the engine's tests. They restate no policy: what is admitted, preempted or
 evicted, and why a sequence waits, is not decided again. They say what must hold whatever is decided: conservation,
@@ -41,23 +42,18 @@ class CheckedTrace:
 def check_trace(source: EventSource) -> CheckedTrace:
     """Fold a trace and verify every law. Raises TraceError with the location of the first violation."""
     checker = TraceChecker()
-    for _ in checker.fold.steps(source):
+    for _ in checker.steps(source):
         pass
     return checker.result(source.notes)
 
 
-class TraceChecker:
-    """Folds events into `state` and raises TraceError at the first that breaks a law."""
+class TraceChecker(Fold):
+    """A fold that raises TraceError at the first event that breaks any law."""
 
     def __init__(self) -> None:
         prefixes = PrefixLaws()
         laws = Laws(PoolLaws(), SlotLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes), DraftLaws())
-        self.fold = Fold(PoolState(), laws=laws)
-        self.state = self.fold.state
-
-    def apply(self, event: ev.Event) -> None:
-        """Check and apply the next event."""
-        self.fold(event)
+        super().__init__(PoolState(), laws=laws)
 
     def result(self, notes: Iterable[str]) -> CheckedTrace:
         """The result. A trace may end within a step, as that of a killed run does."""
@@ -134,9 +130,7 @@ class PrefixLaws(LawBook):
             refuse(event, f"{found} blocks of seq {event.seq_id} are in the pool, not {event.cached_tokens} tokens")
 
     def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
-        seq, engine = state.seqs.get(event.seq_id), state.started
-        if seq is None:
-            return  # the fold reports it
+        seq, engine = state.seqs[event.seq_id], state.started
         if event.num_tokens != seq.num_tokens:
             refuse(event, f"seq {seq.seq_id} has {seq.num_tokens} tokens, not {event.num_tokens}")
         if event.reason != "continued" and (event.reason == "resumed") != (seq.num_preemptions > 0):
@@ -218,10 +212,9 @@ class PrefixLaws(LawBook):
 
     def before_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
         token_ids, size = self._token_ids.get(event.seq_id), state.block_size
-        seq = state.seqs.get(event.seq_id)
-        if token_ids is None or seq is None:
+        if token_ids is None:
             return
-        for index, block_id in enumerate(event.block_ids, len(seq.block_table)):
+        for index, block_id in enumerate(event.block_ids, len(state.seqs[event.seq_id].block_table)):
             held, span = None if block_id is None else self._block_tokens.get(block_id), index // state.num_groups
             if held is not None and held != tuple(token_ids[span * size : (span + 1) * size]):
                 refuse(event, f"block {block_id} holds other tokens than seq {event.seq_id} at block {span}")
@@ -248,8 +241,6 @@ class PrefixLaws(LawBook):
     def after_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         if not state.started.enable_prefix_caching:
             refuse(event, "a block was hashed without prefix caching")
-        if not event.block_ids:
-            refuse(event, "no blocks")
         seq, lookup = state.seqs[event.seq_id], self._lookups.get(event.seq_id)
         first = seq.block_table.index(event.block_ids[0])
         for index, block_id in enumerate(event.block_ids, first):
@@ -367,8 +358,7 @@ class SequenceLaws(LawBook):
             self._start(event.seq_id)
 
     def before_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
-        parent, child = state.seqs.get(event.parent_seq_id), state.seqs.get(event.seq_id)
-        if parent is not None and child is not None and parent.request_id != child.request_id:
+        if state.seqs[event.parent_seq_id].request_id != state.seqs[event.seq_id].request_id:
             refuse(event, f"seq {event.seq_id} is no sample of the request of seq {event.parent_seq_id}")
         if event.seq_id not in self._starts:
             self._start(event.seq_id)
@@ -388,10 +378,9 @@ class SequenceLaws(LawBook):
     def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         self.before_step_scheduled(event, state)
         for seq_id in event.seq_ids:
-            seq = state.seqs.get(seq_id)
-            if seq is None or seq.beam_width in (None, 1) or not seq.num_output_tokens:
-                continue
-            if len(self._requests[seq.request_id]) < 2:
+            seq = state.seqs[seq_id]
+            is_alone = len(self._requests[seq.request_id]) < 2
+            if is_alone and seq.beam_width not in (None, 1) and seq.num_output_tokens:
                 refuse(event, f"seq {seq_id} generates alone, as no search of {seq.beam_width} beams does")
 
     def before_step_scheduled(self, event: ev.StepScheduled | ev.TokensSampled, state: PoolState) -> None:
@@ -399,8 +388,7 @@ class SequenceLaws(LawBook):
         computed when the first of them has its turn, stand apart."""
         last = 0
         for seq_id in event.seq_ids:
-            seq = state.seqs.get(seq_id)
-            if seq is None or seq.beam_width is not None:
+            if state.seqs[seq_id].beam_width is not None:
                 continue
             place = self._starts.get(seq_id, 0)
             if place < last:

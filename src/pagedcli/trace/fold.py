@@ -25,7 +25,6 @@ class EventSource(Protocol):
     @property
     def place(self) -> str:
         """Location of the last event, for messages: `run.jsonl:12`."""
-        ...
 
 
 class EventList:

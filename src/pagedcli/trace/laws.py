@@ -32,8 +32,7 @@ def refuse(event: ev.Event, what: str) -> NoReturn:
 
 def tables_of(state: PoolState) -> TableShape:
     """The block tables of the engine's sequences."""
-    assert state.engine is not None, "an engine has started"
-    return TableShape.of(state.engine.block_size, state.engine.groups)
+    return TableShape.of(state.block_size, state.started.groups)
 
 
 def _check_groups(event: ev.EngineStarted) -> None:
@@ -452,11 +451,10 @@ class PoolLaws(LawBook):
     def _next_free(self, event: ev.BlocksAllocated | ev.BlocksRestored, state: PoolState) -> list[int | None]:
         """The blocks that must be taken: empty ones in their order, then those that were evicted. With lru these are
         the first cached ones of the free list; duplicates may go earlier, as no lookup finds them."""
-        assert state.engine is not None
         count, free, evicted = len(event.block_ids), state.free_block_ids, self._evicted
         others = (block_id for block_id in free if block_id not in evicted)
         empty = takewhile(lambda block_id: state.hashes[block_id] is None, others)
-        if state.engine.eviction == "lru":
+        if state.started.eviction == "lru":
             oldest = (block_id for block_id in free if evicted.get(block_id, state.hashes[block_id] is not None))
             taken = (next(oldest, block_id) if was_found else block_id for block_id, was_found in evicted.items())
             blocks = list(islice(chain(empty, taken, oldest), count))

@@ -150,7 +150,6 @@ class BlockLedger:
 class StateSnapshot:
     """A state that later sequences can continue from, according to the events."""
 
-    slot_id: int
     hash: int  # chain hash of the blocks before it
     num_tokens: int  # tokens before it
     seq_id: int  # the sequence that computed it
@@ -223,7 +222,7 @@ class SlotLedger:
 
     def keep(self, event: ev.CheckpointMade | ev.CheckpointRestored, step: int | None) -> None:
         """Make a snapshot. `step`: None: any step can read it."""
-        found = StateSnapshot(event.slot_id, event.hash, event.num_tokens, event.seq_id, event.reason, step)
+        found = StateSnapshot(event.hash, event.num_tokens, event.seq_id, event.reason, step)
         self.snapshots[event.slot_id] = found
         self.index[event.hash] = event.slot_id
 
@@ -252,7 +251,6 @@ class SlotLedger:
         self.empty = OrderedDict.fromkeys(slot_id for slot_id in range(self.num_slots) if slot_id not in kept)
 
     def copy(self) -> "SlotLedger":
-        """A snapshot that later events do not change."""
         other = copy.copy(self)
         for name in ("ref_counts", "snapshots", "empty", "idle", "index"):
             setattr(other, name, getattr(self, name).copy())

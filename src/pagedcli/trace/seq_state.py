@@ -53,7 +53,6 @@ class SeqState:
     first_token_step: int | None = None
     finished_step: int | None = None
     finish_reason: str | None = None
-    parent_seq_id: int | None = None  # forked from
     beam_width: int | None = None  # None: no beam search
     row_id: str | None = None  # the user's own id
     num_context_tokens: int | None = None  # tokens before those that it scores; None: it generates
@@ -184,9 +183,7 @@ class StepRecord:
     num_waiting: int = 0
     num_sampled: int = 0
     num_drafted: int = 0  # guessed tokens that it computes
-    num_accepted: int = 0  # the right ones among them
     num_evicted: int = 0  # blocks
-    num_finished: int = 0  # sequences
     lookups: list[PrefixLookedUp] = field(default_factory=list)
     preemptions: list[RequestPreempted] = field(default_factory=list)
     waiting: RequestWaiting | None = None
@@ -202,7 +199,6 @@ class StepRecord:
         return 0 if self.end_ns is None else max(0, self.end_ns - self.start_ns - self.observer_ns)
 
     def copy(self) -> "StepRecord":
-        """A copy that shares nothing that changes."""
         other = copy.copy(self)
         other.lookups = self.lookups.copy()
         other.preemptions = self.preemptions.copy()

@@ -284,7 +284,6 @@ class PoolState(BlockLedger):
         self._num_entries += len(event.block_ids) - len(child.block_table)
         child.block_table = list(event.block_ids)
         self._set_computed(child, event.num_computed_tokens)
-        child.parent_seq_id = event.parent_seq_id
         if self.slots is not None:
             self.slots.fork(event.parent_seq_id, event.seq_id)
         self.num_running += not child.running
@@ -376,7 +375,6 @@ class PoolState(BlockLedger):
             self.let_go(block_id)
         if self.step is not None:
             self.step.num_sampled += event.num_accepted
-            self.step.num_accepted += event.num_accepted
 
     def on_tokens_sampled(self, event: ev.TokensSampled) -> None:
         together, shared = self._together, self._shared
@@ -411,8 +409,6 @@ class PoolState(BlockLedger):
             for other in self.seqs.values():  # continuations that have not forked from it compute it again
                 if other.request_id == seq.request_id and not other.running:
                     other.most_computed_tokens = max(other.most_computed_tokens, seq.num_tokens)
-        if self.step is not None:
-            self.step.num_finished += 1
 
     def on_step_finished(self, event: ev.StepFinished) -> None:
         step = self.step

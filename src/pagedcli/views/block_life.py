@@ -10,9 +10,11 @@ from msgspec import UNSET
 
 import pagedcli.events as ev
 from pagedcli.errors import UsageError
+from pagedcli.records import hash_text
 from pagedcli.trace.dispatch import Handler
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.seq_state import SeqState
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.tokens import TokenView
 from pagedcli.views.rows import tokens_in_block
@@ -33,19 +35,21 @@ class Tenure:
     end: Annotated[str | None, "how it ended"] = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class HeldContent:
     """What the block held once it was full."""
 
-    hash: int
+    hash: Annotated[str | None, "content"]
     group: int  # the group of layers whose K and V it held
-    since: int | None  # step
-    seq_id: int  # the sequence that filled it
-    label: str
+    since: Annotated[int | None, "from step"]
+    until: Annotated[int | None, "to step"] = None  # the step that dropped it; None: still there
+    seq_id: Annotated[int, "filled by seq"]
+    label: Annotated[str, "request"]
+    num_reuses: Annotated[int, "times found again"] = 0
+    # the sequence that needed the room; empty in older traces; None: not evicted
+    evicted_for: Annotated[str | None, "evicted for"] = None
     token_ids: tuple[int, ...] | None  # None: not recorded
-    num_reuses: int = 0  # times a sequence found it in the cache
-    until: int | None = None  # the step that dropped it; None: still there
-    evicted_for: str | None = None  # the sequence that needed the room; empty in older traces; None: not evicted
+    text: str | None = None  # text of the tokens, once it is decoded
 
 
 class BlockLife(TokenView):
@@ -121,17 +125,14 @@ class BlockLife(TokenView):
         seq = state.seqs[event.seq_id]
         for index, block_id, block_hash, _ in event.blocks:
             if block_id == self.block_id:
-                content = block_hash, state.block_groups[block_id], state.step_number, seq.seq_id, seq.label
-                self.contents.append(HeldContent(*content, self._slice(seq.seq_id, index, state)))
+                self._hold(block_hash, seq, index, state)
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         if self.block_id not in event.block_ids:
             return
         seq = state.seqs[event.seq_id]
         block_hash = event.hashes[event.block_ids.index(self.block_id)]
-        token_ids = self._slice(seq.seq_id, seq.block_table.index(self.block_id), state)
-        group = state.block_groups[self.block_id]
-        self.contents.append(HeldContent(block_hash, group, state.step_number, seq.seq_id, seq.label, token_ids))
+        self._hold(block_hash, seq, seq.block_table.index(self.block_id), state)
 
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.block_id == self.block_id:
@@ -166,6 +167,15 @@ class BlockLife(TokenView):
         tenure = Tenure(seq_id, seq.label, place, state.block_groups[self.block_id], state.step_number, how=how)
         self.tenures.append(tenure)
         self._holders[seq_id] = tenure
+
+    def _hold(self, block_hash: int, seq: SeqState, place: int, state: PoolState) -> None:
+        """The block at a place of a sequence's table is full."""
+        self.contents.append(
+            HeldContent(
+                hash=hash_text(block_hash), group=state.block_groups[self.block_id], since=state.step_number,
+                seq_id=seq.seq_id, label=seq.label, token_ids=self._slice(seq.seq_id, place, state),
+            )
+        )  # fmt: skip
 
     def _end(self, seq_id: int, how: str, state: PoolState) -> None:
         tenure = self._holders.pop(seq_id)

@@ -88,12 +88,6 @@ def window_words(group: CacheGroup) -> str:
     return "no window" if group.window is None else f"window {group.window:,}"
 
 
-def block_group_words(state: PoolState, block_id: int) -> str | None:
-    """group_words of what a block holds; None: it is empty."""
-    number = group_of(state, block_id)
-    return None if number is None else group_words(state.started, number)
-
-
 def group_words(engine: EngineStarted, number: int) -> str:
     """`group 4: layers 1 7 13, window 512, 1 KV head of 256, 12.0 KiB of 16.0 KiB used`."""
     group = engine.groups[number]

@@ -444,9 +444,7 @@ class Explainer(TokenView):
         self._drop_complete(event.seq_id)
 
     def on_blocks_restored(self, event: ev.BlocksRestored, state: PoolState) -> None:
-        """The sequence that takes the blocks is the one that they were evicted for."""
-        self._culprits |= dict.fromkeys(self._evicted, state.seqs[event.seq_id].label)
-        self._evicted = []
+        self.on_blocks_allocated(event, state)
         for _, _, block_hash, _ in event.blocks:
             self._arrived(block_hash, event.seq_id, state)
 
@@ -464,7 +462,7 @@ class Explainer(TokenView):
         if event.hash not in state.hash_to_block_id and self._ghosts.add(event.hash, state.step_number, event.block_id):
             self._evicted.append(event.hash)
 
-    def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
+    def on_blocks_allocated(self, event: ev.BlocksAllocated | ev.BlocksRestored, state: PoolState) -> None:
         """The sequence that takes the blocks is the one that they were evicted for, in older traces, too."""
         self._culprits |= dict.fromkeys(self._evicted, state.seqs[event.seq_id].label)
         self._evicted = []

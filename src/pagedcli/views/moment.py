@@ -26,19 +26,10 @@ from pagedcli.views.stats import ROLLING_STEPS, LookupHits, RunStats, StepSeries
 from pagedcli.views.words import describe, event_seq_ids
 
 _NOTABLE = (
-    ev.PrefixLookedUp,
-    ev.RequestPreempted,
-    ev.BlockEvicted,
-    ev.RequestFinished,
-    ev.RequestRefused,
-    ev.SequenceForked,
-    ev.BlockCopied,
-    ev.StepFailed,
-    ev.CheckpointLookedUp,
-    ev.CheckpointMade,
-    ev.CheckpointDropped,
+    ev.PrefixLookedUp, ev.RequestPreempted, ev.BlockEvicted, ev.RequestFinished, ev.RequestRefused, ev.SequenceForked,
+    ev.BlockCopied, ev.StepFailed, ev.CheckpointLookedUp, ev.CheckpointMade, ev.CheckpointDropped,
     ev.CheckpointRestored,
-)
+)  # fmt: skip
 _KEPT_EVENTS = 400
 _KEPT_STEPS = 240  # the length of the trends
 
@@ -82,7 +73,6 @@ class Moment(View):
 
     @property
     def follow_seq_ids(self) -> set[int]:
-        """Sequences of the followed request."""
         return set() if self.follow is None else self.follow.seq_ids
 
     def _keep(self, event: ev.Event) -> None:
@@ -91,7 +81,6 @@ class Moment(View):
         self._num_unsaid += 1
 
     def followed_blocks(self) -> set[int]:
-        """Blocks that the followed request holds."""
         seqs = (self.state.seqs.get(seq_id) for seq_id in self.follow_seq_ids)
         return {block_id for seq in seqs if seq is not None for block_id in seq.held_block_ids}
 
@@ -134,7 +123,6 @@ class Moment(View):
         return lines
 
     def line(self) -> str:
-        """The moment in one line."""
         state, rate = self.state, self.stats.tokens_per_s
         counts = pool_counts(state)
         stalled = f" ({num_stalled} stalled)" if (num_stalled := state.num_stalled) else ""
@@ -191,20 +179,17 @@ def _rates(hits: LookupHits) -> dict[str, Any]:
 
 
 Landmark = Literal["preemption", "eviction", "miss", "failure"]
+_LANDMARKS: dict[type[ev.Event], Landmark] = {
+    ev.RequestPreempted: "preemption", ev.BlockEvicted: "eviction", ev.StepFailed: "failure",
+}  # fmt: skip
 StepEvents = Iterator[tuple[int | None, ev.Event]]  # each event with its step, or the step before it
 
 
 def landmark(event: ev.Event) -> Landmark | None:
     """The kind of place to jump to that an event makes its step; of a failed step, the one after it."""
-    if isinstance(event, ev.RequestPreempted):
-        return "preemption"
-    if isinstance(event, ev.BlockEvicted):
-        return "eviction"
-    if isinstance(event, ev.PrefixLookedUp) and event.miss_reason == "no_match":
-        return "miss"
-    if isinstance(event, ev.StepFailed):
-        return "failure"
-    return None
+    if isinstance(event, ev.PrefixLookedUp):
+        return "miss" if event.miss_reason == "no_match" else None
+    return _LANDMARKS.get(type(event))
 
 
 def next_place(places: Sequence[int], position: int, *, backward: bool) -> int | None:
@@ -234,7 +219,7 @@ class Replay:
         self.series = StepSeries()
         self.seqs: list[SeqState] = []  # all sequences of the run, as they were at its end
         self._snapshots: dict[int, Moment] = {-1: self.moment.copy()}  # the snapshots by stop
-        self._most_bytes = snapshot_bytes  # of all snapshots, roughly
+        self._most_bytes = snapshot_bytes  # roughly the bytes of all snapshots
         self._interval = 32  # stops between snapshots
         self._read(source)
 
@@ -274,12 +259,9 @@ class Replay:
                 self._snapshots = {stop: self._snapshots[stop] for stop in kept}
 
     def _note_landmark(self, event: ev.Event) -> None:
-        name = landmark(event)
-        if name is None:
-            return
-        stops = self.landmarks[name]
-        if not stops or stops[-1] != len(self.steps):
-            stops.append(len(self.steps))
+        stop, name = len(self.steps), landmark(event)
+        if name is not None and self.landmarks[name][-1:] != [stop]:
+            self.landmarks[name].append(stop)
 
     # ------------------------------------------------------------------ navigation
 
@@ -308,12 +290,10 @@ class Replay:
         return stop if 0 <= stop < len(self.steps) and self.steps[stop] == step else None
 
     def events(self) -> StepEvents:
-        """All events of the trace."""
         step: int | None = None
-        for stop, chunk in zip(self.steps, self._chunks, strict=True):
+        for chunk in self._chunks:
             for line in chunk.splitlines():
                 event = self._decoder.decode(line)
                 if isinstance(event, ev.StepStarted):
                     step = event.step
                 yield step, event
-            step = stop

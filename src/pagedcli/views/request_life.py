@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import pagedcli.events as ev
 from pagedcli.printable import plural
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.seq_state import SeqState
 from pagedcli.trace.state import PoolState
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.whole_run import Phase, Timelines
@@ -21,7 +20,6 @@ class Life:
     seq_id: int
     held: list[tuple[int, int, int]] = field(default_factory=list)  # step, blocks held, of these shared
     happenings: list[tuple[int, str]] = field(default_factory=list)  # step, words
-    seq: SeqState | None = None  # its state at the end of the run
     phases: list[Phase] = field(default_factory=list)
 
 
@@ -40,7 +38,7 @@ class RequestLife(View):
         """The lives, in the order of the samples."""
         self._timelines.finish(state)
         for life in self.lives.values():
-            life.seq, life.phases = state.seq(life.seq_id), self._timelines.phases[life.seq_id]
+            life.phases = self._timelines.phases[life.seq_id]
         return sorted(self.lives.values(), key=lambda life: life.seq_id)
 
     def _note(self, seq_id: int, state: PoolState, words: str) -> None:

@@ -41,7 +41,7 @@ class HitCounts:
 
     @property
     def token_rate(self) -> float | None:
-        # in a rolling window, blocks reused later can exceed those looked up
+        # more than 1 in a rolling window that has the later reuse, but not the lookup
         return min(1.0, self.tokens_hit / self.tokens) if self.tokens else None
 
     @property
@@ -66,7 +66,6 @@ class LookupHits:
         (self.own if own else self.from_others).add(event, sign)
 
     def copy(self) -> "LookupHits":
-        """A snapshot that later events do not change."""
         return LookupHits(copy(self.from_others), copy(self.own))
 
 
@@ -183,7 +182,6 @@ class RunStats(View):
         self._end_step(state)
 
     def copy(self) -> "RunStats":
-        """A snapshot that later events do not change."""
         other = RunStats.__new__(RunStats)
         other.__dict__.update(self.__dict__)
         other.facts = replace(self.facts, waiting_ns=self.facts.waiting_ns.copy())

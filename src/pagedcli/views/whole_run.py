@@ -172,28 +172,23 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
 def story(findings: Findings, elapsed_s: float) -> str:
     """What ran, in a sentence."""
     facts = findings.facts
-    ran = (
+    return (
         f"{plural(facts.num_sequences, 'sequence')} generated {plural(facts.num_generated_tokens, 'token')} in "
         f"{plural(facts.num_steps, 'step')} and {seconds_text(elapsed_s)}, with at most "
-        f"{percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool in use"
+        f"{percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool in use."
     )
-    return f"{ran}."
 
 
 def _prefix_text(findings: Findings) -> str:
     facts = findings.facts
     blocks = plural(facts.longest_shared // facts.block_size, "full block")
+    cache = "unlimited cache" if facts.ideal_of is None else f"cache of the newest {plural(facts.ideal_of, 'token')}"
+    store = " and the prefix store" if facts.num_disk_tokens else ""
     return (
         f"longest shared {plural(facts.longest_shared, 'token')}, {blocks} of {facts.block_size}; "
         f"ceiling {percent_text(facts.num_ideal_tokens / facts.num_prompt_tokens)} of the prompt tokens "
-        f"({_ideal_cache(findings)})"
+        f"({cache}{store})"
     )
-
-
-def _ideal_cache(findings: Findings) -> str:
-    facts = findings.facts
-    cache = "unlimited cache" if facts.ideal_of is None else f"cache of the newest {plural(facts.ideal_of, 'token')}"
-    return f"{cache} and the prefix store" if facts.num_disk_tokens else cache
 
 
 def _waiting_text(findings: Findings) -> str:
@@ -321,7 +316,7 @@ class WholeRun(View):
             self._starts_s.append(self._starts_s[-1] + self.series.columns["busy_ns"][-1] * 1e-9)
         lengths = [end - start for start, end in pairwise(self._starts_s)]
         blocked = [WAITING_REASONS[code] for code in self.series.blocked]
-        # for each reason, seconds of the steps before each step when it kept the queue from moving
+        # reason -> per step the seconds before it in which this reason kept the queue from moving
         self._blocked_s = {
             reason: [
                 0.0,
@@ -349,7 +344,6 @@ class WholeRun(View):
         return self._starts_s[-1] if self._starts_s else 0.0
 
     def findings(self, state: PoolState) -> Findings:
-        """What the run says about its cache."""
         first, facts = totals_of(self.explainer.lookups, own=False), self.stats.facts
         if not self.stats.num_compared and state.started.enable_prefix_caching:  # an older trace: what its blocks show
             facts = replace(

@@ -130,7 +130,8 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             shared = plural(len(event.block_ids), "block")
             return f"fork {seq_name(state, event.parent_seq_id)} to {seq}: {shared} shared"
         case ev.DraftChecked():
-            return _checked_words(event, seq)
+            after = f"; release blocks {_ids(event.block_ids)}" if event.block_ids else ""
+            return f"check {seq}: {accepted_words(event.num_accepted, event.num_drafted)}{after}"
         case ev.CheckpointLookedUp():
             return _snapshot_words(event, seq)
         case ev.StateSlotsReleased():
@@ -155,12 +156,6 @@ def _added_words(event: ev.RequestAdded, seq: str) -> str:
     prompt, context = plural(event.num_prompt_tokens, "prompt token"), event.num_context_tokens
     scores = "" if context is UNSET else f", scores what follows the first {context:,}"
     return f"add {seq}: request {one_line(event.request_id)}, {prompt}{scores}"
-
-
-def _checked_words(event: ev.DraftChecked, seq: str) -> str:
-    """How many draft tokens were accepted, and which blocks the rejected ones had taken."""
-    after = f"; release blocks {_ids(event.block_ids)}" if event.block_ids else ""
-    return f"check {seq}: {accepted_words(event.num_accepted, event.num_drafted)}{after}"
 
 
 def accepted_words(num_accepted: int, num_drafted: int) -> str:
@@ -272,6 +267,16 @@ def block_story(block_id: int, events: Iterable[StepEvent]) -> Story:
     return [(step, words) for step, words in told if words is not None]
 
 
+_BLOCK_WORDS: dict[type[ev.Event], str] = {
+    ev.BlocksAllocated: "allocated to seq {0.seq_id}",
+    ev.BlocksReused: "reused by seq {0.seq_id}",
+    ev.BlocksReleased: "released by seq {0.seq_id}",
+    ev.DraftChecked: "released by seq {0.seq_id}: it was taken for rejected draft tokens",
+    ev.WindowPassed: "released by seq {0.seq_id}: no later token sees it",
+    ev.SequenceForked: "shared with seq {0.seq_id}, forked from seq {0.parent_seq_id}",
+}
+
+
 def _block_words(block_id: int, event: ev.Event) -> str | None:
     """The event as part of a block's story; None if it does not change the block."""
     match event:
@@ -288,22 +293,11 @@ def _block_words(block_id: int, event: ev.Event) -> str | None:
             return "empty: the engine started"
         case ev.StepFailed(cached_block_ids=cached):
             return f"the step failed: {'still cached' if block_id in cached else 'empty'}"
-        case ev.BlocksAllocated(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"allocated to seq {seq_id}"
-        case ev.BlocksReused(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"reused by seq {seq_id}"
         case ev.BlocksRestored(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
             block_hash = hashes[event.indices[ids.index(block_id)]]
             return f"read from the prefix store for seq {seq_id}: content {block_hash:016x}"
         case ev.BlocksFilled(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
             return f"filled by seq {seq_id}: content {hashes[ids.index(block_id)]:016x}"
-        case ev.BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by seq {seq_id}"
-        case ev.DraftChecked(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by seq {seq_id}: it was taken for rejected draft tokens"
-        case ev.WindowPassed(seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"released by seq {seq_id}: no later token sees it"
-        case ev.SequenceForked(parent_seq_id=parent, seq_id=seq_id, block_ids=ids) if block_id in ids:
-            return f"shared with seq {seq_id}, forked from seq {parent}"
         case _:
-            return None
+            words = _BLOCK_WORDS.get(type(event))
+            return None if words is None or block_id not in getattr(event, "block_ids", ()) else words.format(event)

@@ -6,14 +6,13 @@ from functools import cached_property
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, NamesActivation
-from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, Llama, RotatesByWindow
+from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention
 from pagedcli.models.mlps import ExpertNames, Experts, Mlp
 from pagedcli.models.spec import LayerInputs, Scales
 
 
-class Gemma4(RotatesByWindow, NamesActivation):
-    hidden_activation = "gelu_pytorch_tanh"
+class Gemma4(RotatesByWindow, NamesActivation, Mixture):
     sliding_window_pattern = 6
     global_head_dim: Size = 512
     num_global_key_value_heads: Size | None = None
@@ -24,9 +23,8 @@ class Gemma4(RotatesByWindow, NamesActivation):
     hidden_size_per_layer_input: int = 256
     vocab_size_per_layer_input: Size | None = None
     enable_moe_block: bool = False
-    num_experts: int | None = 0
-    num_experts_per_tok: int | None = 1
-    moe_intermediate_size: Size | None = None
+    num_experts = 0
+    num_experts_per_tok = 1
     final_logit_softcapping: Factor | None = None
 
     renamed = {"top_k_experts": "num_experts_per_tok"}
@@ -38,10 +36,8 @@ class Gemma4(RotatesByWindow, NamesActivation):
     norm_places = "around"
     norm_style = FLOAT_NORMS
     has_layer_scalars = True
-    default_rope = {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
+    expert_names = ExpertNames(block="", router="router.proj")
+    routing = {"renormalize": True}
 
     @property
     def scales(self) -> Scales:
@@ -66,6 +62,11 @@ class Gemma4(RotatesByWindow, NamesActivation):
         return own[-1] if i >= self._first_shared and own else None
 
     def check(self) -> None:
+        if self.enable_moe_block and not 1 <= (self.num_experts_per_tok or 0) <= (self.num_experts or 0):
+            raise ModelError(
+                f"enable_moe_block is true, but num_experts is {self.num_experts} and top_k_experts"
+                f" {self.num_experts_per_tok}"
+            )
         super().check()
         heads = self.num_attention_heads
         for mixer in map(self.attention, range(self.num_hidden_layers)):
@@ -81,14 +82,12 @@ class Gemma4(RotatesByWindow, NamesActivation):
                 f"num_kv_shared_layers is {shared}, but not all of the last {shared} layers have one of their kind"
                 " before them to read K and V of"
             )
-        if self.enable_moe_block and not 1 <= (self.num_experts_per_tok or 0) <= (self.num_experts or 0):
-            raise ModelError(
-                f"enable_moe_block is true, but num_experts is {self.num_experts} and top_k_experts"
-                f" {self.num_experts_per_tok}"
-            )
         inputs = self.layer_inputs
         if inputs is not None and not self.vocab_size <= inputs.vocab_size <= 2**24:
             raise ModelError(f"vocab_size_per_layer_input is {inputs.vocab_size}, but vocab_size is {self.vocab_size}")
+
+    def is_dense(self, i: int) -> bool:
+        return not self.enable_moe_block
 
     def attention(self, i: int) -> Attention:
         is_sliding = self.slides()[i]
@@ -99,10 +98,8 @@ class Gemma4(RotatesByWindow, NamesActivation):
             head_dim = self.global_head_dim
         own = (self.per_layer_config or {}).get(str(i))
         if own is not None:
-            num_kv_heads, head_dim = (
-                own.get("num_key_value_heads", self.num_kv_heads),
-                own.get("head_dim", self.head_size),
-            )
+            num_kv_heads = own.get("num_key_value_heads", self.num_kv_heads)
+            head_dim = own.get("head_dim", self.head_size)
         return replace(
             super().attention(i),
             num_kv_heads=num_kv_heads,
@@ -116,16 +113,7 @@ class Gemma4(RotatesByWindow, NamesActivation):
     def mlp(self, i: int) -> Mlp | Experts:
         is_wide = self.use_double_wide_mlp and self._source(i) is not None
         mlp = Mlp(width=self.intermediate_size * (2 if is_wide else 1), activation=self.activation)
-        if not self.enable_moe_block:
-            return mlp
-        return Experts(
-            num_experts=self.num_experts or 0,
-            num_per_token=self.num_experts_per_tok or 1,
-            each=replace(mlp, width=self.moe_intermediate_size or self.intermediate_size),
-            renormalize=True,
-            beside=mlp,
-            names=ExpertNames(block="", router="router.proj"),
-        )
+        return replace(self.experts(), beside=mlp) if self.enable_moe_block else mlp
 
 
 class Gemma4Unified(Gemma4):

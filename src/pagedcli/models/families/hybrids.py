@@ -4,13 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
 from pagedcli.models.families.dense import FLOAT_NORMS, OFFSET_NORMS, UNGATED, Olmo2
 from pagedcli.models.families.latents import DeepseekV3
-from pagedcli.models.families.mixtures import GraniteMoe, QwenMixture, deepseek_routing
+from pagedcli.models.families.mixtures import DeepseekMixture, DenseFirst, GraniteMoe, QwenMixture
 from pagedcli.models.family import ATTENDS, ATTENTION_BIAS, RECURS, UNBIASED, Hybrid, Llama, Mixture, RotatesByWindow
 from pagedcli.models.mixers.attention import Attention, OutputGate
 from pagedcli.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2, ShortConv
@@ -25,7 +24,6 @@ StepLimit = float | dict[str, str]  # {"__float__": "Infinity"} is transformers'
 class Qwen3_5(Hybrid):
     """Gated delta nets, and attention with an output gate."""
 
-    partial_rotary_factor = 0.25
     full_attention_interval: int = 4  # one layer in each group of this size attends, where layer_types is absent
     linear_conv_kernel_dim: Size = 4
     linear_key_head_dim: Size = 128
@@ -49,7 +47,7 @@ class Qwen3_5(Hybrid):
     def recurrent(self) -> GatedDelta:
         return GatedDelta(
             num_key_heads=self.linear_num_key_heads,
-            num_value_heads=self.linear_num_value_heads,
+            num_heads=self.linear_num_value_heads,
             key_dim=self.linear_key_head_dim,
             value_dim=self.linear_value_head_dim,
             kernel=self.linear_conv_kernel_dim,
@@ -62,8 +60,6 @@ class Qwen3_5Moe(Qwen3_5, QwenMixture):
 
 
 class Qwen3Next(Qwen3_5, QwenMixture):
-    norm_topk_prob = True
-
     def recurrent(self) -> GatedDelta:
         return replace(super().recurrent(), interleaved=True)
 
@@ -113,11 +109,9 @@ class KimiLinear(Hybrid, DeepseekV3):
         return range(4, self.num_hidden_layers, 4)
 
     def recurrent(self) -> KimiDelta:
-        return KimiDelta(
-            num_heads=self._said("num_heads", self.linear_num_heads),
-            head_dim=self._said("head_dim", self.linear_head_dim),
-            kernel=self._said("short_conv_kernel_size", self.linear_conv_kernel_dim),
-        )
+        heads, size = self._said("num_heads", self.linear_num_heads), self._said("head_dim", self.linear_head_dim)
+        kernel = self._said("short_conv_kernel_size", self.linear_conv_kernel_dim)
+        return KimiDelta(num_heads=heads, num_key_heads=heads, key_dim=size, value_dim=size, kernel=kernel)
 
     def _said(self, name: str, own: int) -> int:
         """A number of linear_attn_config, where config.json has that."""
@@ -130,7 +124,6 @@ class KimiLinear(Hybrid, DeepseekV3):
 class OlmoHybrid(Hybrid, Olmo2):
     """Gated delta nets between norms before, attention between norms after."""
 
-    num_key_value_heads = None
     rope_theta = 10000.0
     linear_num_key_heads: Size | None = None
     linear_num_value_heads: Size | None = None
@@ -154,7 +147,7 @@ class OlmoHybrid(Hybrid, Olmo2):
         key_dim = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
         return GatedDelta(
             num_key_heads=heads,
-            num_value_heads=self.linear_num_value_heads or self.num_attention_heads,
+            num_heads=self.linear_num_value_heads or self.num_attention_heads,
             key_dim=key_dim,
             value_dim=self.linear_value_head_dim or 2 * key_dim,
             kernel=self.linear_conv_kernel_dim,
@@ -206,33 +199,22 @@ class Lfm2(Hybrid):
         return ShortConv(channels=self.hidden_size, kernel=self.conv_L_cache, bias=self.conv_bias)
 
 
-class Lfm2Moe(Lfm2, Mixture):
+class Lfm2Moe(Lfm2, DenseFirst):
     block_auto_adjust_ff_dim = False  # intermediate_size is what it says
-    norm_topk_prob = True
-    num_dense_layers: int = 2
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
 
     renamed = Mixture.renamed | Lfm2.renamed
     expert_names = ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))
-
-    def is_dense(self, i: int) -> bool:
-        return i < self.num_dense_layers
+    routing = {"sigmoid": True, "least_sum": 1e-6}
 
     def experts(self) -> Experts:
-        return replace(
-            super().experts(),
-            sigmoid=True,
-            least_sum=1e-6,
-            has_router_bias=self.use_expert_bias,
-            scale=self.routed_scaling_factor,
-        )
+        return replace(super().experts(), has_router_bias=self.use_expert_bias, scale=self.routed_scaling_factor)
 
 
 class Lfm3(RotatesByWindow, Lfm2):
     """Windows in some layers that attend, and a gate for each head."""
 
-    sliding_window = 256
     block_auto_adjust_ff_dim = False  # intermediate_size is what it says
     use_sandwich_norm: bool = True
     use_attention_gate: bool = True
@@ -240,10 +222,6 @@ class Lfm3(RotatesByWindow, Lfm2):
     renamed = {"norm_eps": "rms_norm_eps"}
     known_layer_types = Lfm2.known_layer_types | {"sliding_attention"}
     biases = ATTENTION_BIAS
-    default_rope = {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
 
     @property
     def tensor_names(self) -> TensorNames:
@@ -275,7 +253,6 @@ class Lfm3(RotatesByWindow, Lfm2):
 class Bamba(Hybrid):
     """Mamba-2."""
 
-    partial_rotary_factor: Any = 0.5
     attn_layer_indices: list[int] | None = None
     mamba_n_heads: Size = 128
     mamba_d_head: Size | str = "auto"  # auto: all heads together are mamba_expand * hidden_size wide
@@ -309,13 +286,13 @@ class Bamba(Hybrid):
         head_dim = given if isinstance(given, int) else self.mamba_expand * self.hidden_size // heads
         return Mamba2(
             num_heads=heads,
-            head_dim=head_dim,
-            num_groups=self.mamba_n_groups,
-            state_size=self.mamba_d_state,
+            num_key_heads=self.mamba_n_groups,
+            key_dim=self.mamba_d_state,
+            value_dim=head_dim,
             kernel=self.mamba_d_conv,
             conv_bias=self.mamba_conv_bias,
             proj_bias=self.mamba_proj_bias,
-            step_limits=self.step_limits,
+            limits=self.step_limits,
             norm_group=heads * head_dim // self.mamba_n_groups,
         )
 
@@ -323,7 +300,6 @@ class Bamba(Hybrid):
 class FalconH1(Bamba):
     """Attention and Mamba-2 of the same norm, and a factor for almost everything."""
 
-    partial_rotary_factor = None
     mamba_d_ssm: Size | None = 1024
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
@@ -365,7 +341,7 @@ class FalconH1(Bamba):
         heads, inner = self.mamba_n_heads, self.mamba_d_ssm or self.mamba_expand * self.hidden_size
         return replace(
             super().recurrent(),
-            head_dim=inner // heads,
+            value_dim=inner // heads,
             norm_group=inner // self.mamba_n_groups if self.mamba_rms_norm else None,
             factors=tuple(self.ssm_in_multiplier * each for each in self.ssm_multipliers or (1.0,) * 5),
             out_factor=self.ssm_out_multiplier,
@@ -392,8 +368,6 @@ class RotatesIfNamed(Llama):
 class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
     """Its MLP is the shared expert, alone where there are no others."""
 
-    partial_rotary_factor = None
-
     biases = ATTENTION_BIAS
     partial_rope = False
     names = TensorNames(recurrent="mamba", mlp="shared_mlp", projections=("input_linear", "output_linear"))
@@ -406,21 +380,15 @@ class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
         return not self.num_experts
 
 
-class NemotronH(RotatesIfNamed, Bamba):
-    """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here."""
+class NemotronH(RotatesIfNamed, Bamba, DeepseekMixture):
+    """Layers with one branch each: Mamba-2 or attention and an MLP after it are one layer here. Its experts are
+    DeepSeek-V3's, without gates."""
 
     num_hidden_layers: int = 0  # the listed ones
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None
-    num_experts: Size = 8
-    num_experts_per_tok: Size = 2
-    moe_intermediate_size: Size = 7688
     moe_shared_expert_intermediate_size: Size = 7688
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int | None = 1
-    topk_group: int | None = 1
 
     unsupported = Bamba.unsupported | {"moe_latent_size": ()}
     renamed = {
@@ -450,6 +418,13 @@ class NemotronH(RotatesIfNamed, Bamba):
         recurrent="mixer",
         mlp="mixer",
         skipped=("mtp.",),
+    )
+    expert_names = ExpertNames(
+        block="mixer",
+        router_bias="gate.e_score_correction_bias",
+        projections=("up_proj", "down_proj"),
+        shared="mixer.shared_experts",
+        shared_projections=("up_proj", "down_proj"),
     )
     _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
@@ -486,30 +461,16 @@ class NemotronH(RotatesIfNamed, Bamba):
                 found.append(replace(layer, mlp=mlp, mlp_number=number))
         return tuple(found)
 
-    def mlp(self, i: int) -> Mlp | Experts | None:
-        if (self.layer_types or [])[i] != "moe":
-            return super().mlp(i)
-        if not self.num_experts_per_tok <= self.num_experts:
-            raise ModelError(f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts")
-        each = Mlp(width=self.moe_intermediate_size, activation=self.activation, gated=False)
-        return Experts(
-            num_experts=self.num_experts,
-            num_per_token=self.num_experts_per_tok,
-            each=each,
-            renormalize=self.norm_topk_prob,
-            has_router_bias=True,
-            shared=replace(each, width=self.moe_shared_expert_intermediate_size, bias=self.mlp_bias),
-            gates_shared=False,
-            names=_NEMOTRON_EXPERTS,
-            **deepseek_routing(self.num_experts, self),
-        )
+    def is_dense(self, i: int) -> bool:
+        return (self.layer_types or [])[i] != "moe"
+
+    @property
+    def shared_width(self) -> int:
+        return self.moe_shared_expert_intermediate_size
+
+    def experts(self) -> Experts:
+        found = super().experts()
+        return replace(found, shared=found.shared and replace(found.shared, bias=self.mlp_bias))
 
 
 _MLPS = frozenset({"mlp", "moe"})
-_NEMOTRON_EXPERTS = ExpertNames(
-    block="mixer",
-    router_bias="gate.e_score_correction_bias",
-    projections=("up_proj", "down_proj"),
-    shared="mixer.shared_experts",
-    shared_projections=("up_proj", "down_proj"),
-)

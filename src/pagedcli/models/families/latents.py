@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
-from pagedcli.models.families.mixtures import AlwaysMixture, Glm4Moe, expert_groups
+from pagedcli.models.families.mixtures import DeepseekMixture, DenseFirst, expert_groups
 from pagedcli.models.family import ATTENTION_BIAS, Biases, Llama
 from pagedcli.models.mixers.attention import LatentAttention
 from pagedcli.models.mlps import Experts
@@ -87,16 +87,11 @@ class MiniCpm3(Latents):
         )
 
 
-class DeepseekV3(Latents, Glm4Moe):
-    """Its experts are GLM-4.5's."""
-
-    partial_rotary_factor = None
-
-    partial_rope = False
+class DeepseekV3(Latents, DeepseekMixture):
+    """Latent attention, and the mixtures of experts that are named after it."""
 
 
-class DeepseekV2(Latents, AlwaysMixture):
-    num_dense_layers: int = 0
+class DeepseekV2(Latents, DenseFirst):
     routed_scaling_factor: float = 1.0
     topk_method: str | None = "greedy"
     n_group: int | None = None
@@ -108,18 +103,12 @@ class DeepseekV2(Latents, AlwaysMixture):
         "topk_method": ("greedy", "group_limited_greedy"),
     }
     transformers_only = ("mlp_bias",)  # MLPs, and experts for every token, may have biases
-    renamed = Glm4Moe.renamed
-    expert_names = Glm4Moe.expert_names
-
-    def is_dense(self, i: int) -> bool:
-        return i < self.num_dense_layers
+    renamed = DeepseekMixture.renamed
+    expert_names = DeepseekMixture.expert_names
 
     def experts(self) -> Experts:
         experts = super().experts()
         groups = None
         if self.topk_method == "group_limited_greedy":
-            num_picked = experts.num_per_token
-            groups = expert_groups(
-                experts.num_experts, self.n_group, self.topk_group, num_picked=num_picked, num_best=1
-            )
+            groups = expert_groups(experts, self.n_group, self.topk_group, num_best=1)
         return replace(experts, has_router_bias=False, scale=self.routed_scaling_factor, groups=groups)

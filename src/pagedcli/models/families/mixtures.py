@@ -40,9 +40,7 @@ class QwenMixture(Mixture):
     mlp_only_layers: list[int] | None = None
     mlp_layer_types: list[str] | None = None
 
-    @property
-    def shared_width(self) -> int:
-        return self.shared_expert_intermediate_size or 0
+    shared_size = "shared_expert_intermediate_size"
 
     def is_dense(self, i: int) -> bool:
         named = i in (self.mlp_only_layers or ())
@@ -78,7 +76,6 @@ class Qwen2Moe(ListedWindows, QwenMixture):
 class Mellum(RotatesByWindow, QwenMixture):
     rope_theta = 5e5
     sliding_window_pattern = 1
-    norm_topk_prob = True
 
     biases = ATTENTION_BIAS
     local_theta = 1e4
@@ -89,7 +86,6 @@ class Mellum(RotatesByWindow, QwenMixture):
 class Laguna(RotatesByWindow, QwenMixture):
     """Layers differ in their query heads, and the softplus of a projection gates the results of heads."""
 
-    sliding_window = 512
     sliding_window_pattern = 1
     norm_topk_prob = True
     num_attention_heads_per_layer: list[int] | None = None
@@ -100,10 +96,6 @@ class Laguna(RotatesByWindow, QwenMixture):
         ("attention_bias", "moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), ()
     )
     partial_rope = True
-    default_rope = {
-        "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
-        "sliding_attention": {"rope_theta": 1e4},
-    }
     biases = UNBIASED
     qk_norm = "heads"
     expert_names = ExpertNames(router_bias="experts.e_score_correction_bias")
@@ -146,14 +138,9 @@ class PhiMoe(Mixtral):
 
     norm_topk_prob = False
     router_jitter_noise: float = 0.01
-    lm_head_bias: bool = False
 
     biases = ATTENTION_BIAS
     norm_style = BIASED_NORMS
-
-    @property
-    def head_bias(self) -> bool:
-        return self.lm_head_bias
 
     def check(self) -> None:
         super().check()
@@ -179,14 +166,6 @@ class GptOss(Alternating, Mixture):
     norm_style = FLOAT_NORMS
     sinks = True
     expert_names = ExpertNames(router="router")
-    default_rope = {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    }
 
     def check(self) -> None:
         super().check()
@@ -210,10 +189,7 @@ class GraniteMoe(Granite, Mixture):
         shared_projections=("input_linear", "output_linear"),
     )
     routing = {"renormalize": True, "gates_shared": False}  # the softmax is over the picked experts alone
-
-    @property
-    def shared_width(self) -> int:
-        return self.shared_intermediate_size
+    shared_size = "shared_intermediate_size"
 
 
 class GraniteMoeSwa(GraniteSwa, GraniteMoe):
@@ -248,7 +224,6 @@ class Cohere2Moe(Cohere2, DenseFirst):
 
     rms_norm_eps: float | None = None  # type: ignore[assignment]  # an epsilon of another kind of norm
     layer_norm_eps: float = 1e-5
-    norm_topk_prob = True
     expert_selection_fn: str = "softmax"
     shared_expert_combination_strategy: str = "average"
     prefix_dense_intermediate_size: Size | None = None
@@ -294,20 +269,13 @@ class Cohere2Moe(Cohere2, DenseFirst):
         return replace(found, scale=0.5, shared=replace(found.shared, factors=(1.0, 0.5)), **scores)
 
 
-def deepseek_routing(num_experts: int, config: Any) -> dict[str, Any]:
-    """What Experts says of the router of DeepSeek-V3. `config`: fields of any family that has it."""
-    num_picked = config.num_experts_per_tok or 1
-    groups = expert_groups(num_experts, config.n_group, config.topk_group, num_picked=num_picked, num_best=2)
-    return {"sigmoid": True, "least_sum": 1e-20, "scale": config.routed_scaling_factor, "groups": groups}
-
-
 def expert_groups(
-    num_experts: int, num_groups: int | None, num_kept: int | None, *, num_picked: int, num_best: int
+    experts: Experts, num_groups: int | None, num_kept: int | None, *, num_best: int
 ) -> tuple[int, int, int] | None:
     """Experts.groups. Raises: ModelError for numbers that do not go together."""
     if num_groups is None or num_groups == 1:
         return None
-    kept = num_kept or 0
+    kept, num_experts, num_picked = num_kept or 0, experts.num_experts, experts.num_per_token
     fits = 1 < num_groups <= _MOST_GROUPS and not num_experts % num_groups and num_experts // num_groups >= num_best
     if not fits or not 1 <= kept <= num_groups or kept * (num_experts // num_groups) < num_picked:
         raise ModelError(
@@ -320,10 +288,9 @@ def expert_groups(
 _MOST_GROUPS = 64
 
 
-class Glm4Moe(DenseFirst):
-    """GLM-4.5, whose experts are DeepSeek-V3's."""
+class DeepseekMixture(DenseFirst):
+    """The experts of DeepSeek-V3."""
 
-    partial_rotary_factor: Any = 0.5
     norm_topk_prob = True
     num_dense_layers = 1
     routed_scaling_factor: float = 1.0
@@ -333,46 +300,44 @@ class Glm4Moe(DenseFirst):
 
     renamed = Mixture.renamed | {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
     biases: ClassVar[Biases] = ("attention_bias", False, False)
-    partial_rope = True
     expert_names = ExpertNames(router_bias="gate.e_score_correction_bias", shared="mlp.shared_experts")
 
     @property
     def tensor_names(self) -> TensorNames:
-        """Layers after the last one only predict further tokens."""
-        return TensorNames(skipped=(f"model.layers.{self.num_hidden_layers}.",))
+        """Layers after the last one only predict further tokens, if such tensors have no names of their own."""
+        last = f"model.layers.{self.num_hidden_layers}."
+        return self.names if self.names.skipped else replace(self.names, skipped=(last,))
 
     def attention(self, i: int) -> Attention:
         return replace(super().attention(i), qk_norm="heads" if self.use_qk_norm else "none")
 
     def experts(self) -> Experts:
-        return replace(super().experts(), **deepseek_routing(self.num_experts or 0, self))
+        found = super().experts()
+        groups = expert_groups(found, self.n_group, self.topk_group, num_best=2)
+        return replace(found, sigmoid=True, least_sum=1e-20, scale=self.routed_scaling_factor, groups=groups)
 
 
-class SolarOpen(Glm4Moe):
+class Glm4Moe(DeepseekMixture):
+    """GLM-4.5."""
+
+    partial_rope = True
+
+
+class SolarOpen(DeepseekMixture):
     intermediate_size = 1280  # no layer has an ordinary MLP
-    partial_rotary_factor = None
     num_dense_layers = 0
 
-    partial_rope = False
 
-
-class ExaoneMoe(Exaone4, Glm4Moe):
-    partial_rotary_factor = None
+class ExaoneMoe(Exaone4, DeepseekMixture):
     use_qk_norm = True
 
-    renamed = Glm4Moe.renamed | {"num_shared_experts": "n_shared_experts"}
-    partial_rope = False
+    renamed = DeepseekMixture.renamed | {"num_shared_experts": "n_shared_experts"}
     norm_places = "before"
     names = TensorNames(skipped=("mtp.",))
-    expert_names = replace(Glm4Moe.expert_names, router_bias="e_score_correction_bias")
-
-    @property
-    def tensor_names(self) -> TensorNames:
-        return self.names
+    expert_names = replace(DeepseekMixture.expert_names, router_bias="e_score_correction_bias")
 
 
-class HyV3(Glm4Moe):
-    partial_rotary_factor = None
+class HyV3(DeepseekMixture):
     use_qk_norm = True
 
     renamed = Mixture.renamed | {
@@ -380,7 +345,6 @@ class HyV3(Glm4Moe):
         "router_scaling_factor": "routed_scaling_factor",
     }
     biases = ATTENTION_BIAS
-    partial_rope = False
     expert_names = ExpertNames(router="router.gate", shared="mlp.shared_mlp")
     transformers_only = ("mlp_bias",)  # experts for every token may have biases, too
 
@@ -407,6 +371,7 @@ class HunYuanMoeV1(HunYuanDenseV1, Mixture):
     renamed = {"moe_topk": "num_experts_per_tok", "moe_intermediate_size": "not read, as in transformers"}
     expert_names = ExpertNames(router="gate.wg", shared="mlp.shared_mlp")
     routing = {"gates_shared": False}
+    shared_size = "intermediate_size"
 
     def __post_init__(self) -> None:
         picked = self.num_experts_per_tok
@@ -417,10 +382,6 @@ class HunYuanMoeV1(HunYuanDenseV1, Mixture):
         if isinstance(self.num_experts_per_tok, list):
             raise ModelError("moe_topk differs between layers, which is not supported")
         super().check()
-
-    @property
-    def shared_width(self) -> int:
-        return self.intermediate_size
 
 
 class Ernie4_5Moe(AlwaysMixture):

@@ -106,10 +106,9 @@ def _granite_hybrid(fields: Metadata) -> dict[str, Any]:
 
 def _gated_delta(fields: Metadata) -> dict[str, Any]:
     heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
+    attends = fields.with_tensor("attn_q.weight")
     config = {
-        "layer_types": [
-            "full_attention" if each else "linear_attention" for each in fields.with_tensor("attn_q.weight")
-        ],
+        "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
         "linear_value_head_dim": inner // max(1, heads),
         "linear_num_value_heads": heads,
     }

@@ -188,7 +188,7 @@ def _vectors(kind: str) -> Tensor:
 
 @functools.cache
 def _minuses() -> Tensor:
-    """By eight bits, of which 1 is a minus: eight bytes as one number, 255 for a minus and 0 for none."""
+    """Eight bytes as one number, 255 for a minus and 0 for none, by eight bits, of which 1 is a minus."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return (255 * bits).to(torch.uint8).view(torch.int64).flatten()
 
@@ -209,10 +209,10 @@ def _of_vectors(vectors: Tensor, places: Tensor, signs: Tensor | None) -> Tensor
     return found.view(torch.uint8)
 
 
-def _fields(words: Tensor, width: int, count: int, mask: int) -> Tensor:
-    """Shapes: words [..., n] -> [..., n * count], from the lowest bits on."""
+def _fields(words: Tensor, width: int, count: int) -> Tensor:
+    """Shapes: words [..., n] -> [..., n * count], numbers of `width` bits from the lowest ones on."""
     shifts = torch.arange(0, width * count, width, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(-1) >> shifts & mask).flatten(-2)
+    return (words.unsqueeze(-1) >> shifts & (1 << width) - 1).flatten(-2)
 
 
 def _words(raw: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,7 +221,7 @@ def _words(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _iq2_xxs(raw: Tensor) -> tuple[Tensor, Tensor | None]:
     parts = raw[..., 2:66].reshape(*raw.shape[:-1], 8, 8)
-    signs = _fields(_words(parts[..., 4:], torch.int32).squeeze(-1), 7, 4, 127)
+    signs = _fields(_words(parts[..., 4:], torch.int32).squeeze(-1), 7, 4)
     return parts[..., :4].flatten(-2), _even_minuses().to(raw.device)[signs]
 
 
@@ -231,26 +231,26 @@ def _iq2_xs(raw: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _iq2_s(raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    return raw[..., 2:34].int() | _fields(raw[..., 66:74].int(), 2, 4, 3) << 8, raw[..., 34:66]
+    return raw[..., 2:34].int() | _fields(raw[..., 66:74].int(), 2, 4) << 8, raw[..., 34:66]
 
 
 def _iq3_xxs(raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    signs = _fields(_words(raw[..., 66:98], torch.int32), 7, 4, 127)
+    signs = _fields(_words(raw[..., 66:98], torch.int32), 7, 4)
     return raw[..., 2:66], _even_minuses().to(raw.device)[signs]
 
 
 def _iq3_s(raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    return raw[..., 2:66].int() | _fields(raw[..., 66:74].int(), 1, 8, 1) << 8, raw[..., 74:106]
+    return raw[..., 2:66].int() | _fields(raw[..., 66:74].int(), 1, 8) << 8, raw[..., 74:106]
 
 
 def _iq1_s(raw: Tensor) -> tuple[Tensor, Tensor | None]:
     words = _words(raw[..., 34:50], torch.int16)
     less = (words >> 15 & 1).repeat_interleave(4, -1)
-    return raw[..., 2:34].int() | _fields(words, 3, 4, 7) << 8 | less << 11, None
+    return raw[..., 2:34].int() | _fields(words, 3, 4) << 8 | less << 11, None
 
 
 def _iq1_m(raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    return raw[..., :32].int() | _fields(raw[..., 32:48].int(), 4, 2, 15) << 8, None  # the fourth bit: less an eighth
+    return raw[..., :32].int() | _fields(raw[..., 32:48].int(), 4, 2) << 8, None  # the fourth bit: less an eighth
 
 
 # type -> unit of its numbers; blocks -> n of _codebook; blocks -> places in the codebook, and the signs of each eight
@@ -263,7 +263,7 @@ _CODEBOOKS: dict[str, tuple[float, Callable[[Tensor], Tensor], _Indices]] = {
     "IQ3_XXS": (1 / 4, lambda raw: raw[..., 69::4] >> 4, _iq3_xxs),
     "IQ3_S": (1.0, lambda raw: bit_fields(raw[..., 106:], 4, 1), _iq3_s),
     "IQ1_S": (1 / 8, lambda raw: raw[..., 35::2] >> 4 & 7, _iq1_s),
-    "IQ1_M": (1 / 8, lambda raw: _fields(_words(raw[..., 48:], torch.int16), 3, 4, 7), _iq1_m),
+    "IQ1_M": (1 / 8, lambda raw: _fields(_words(raw[..., 48:], torch.int16), 3, 4), _iq1_m),
 }
 _READERS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "Q8_0": lambda raw: _blocks(raw, (Plane(2, 34, 8, 32),), _half(raw, 0), zero=128, flipped=128),

@@ -267,8 +267,10 @@ class Metadata:
     """Metadata with checked kinds, under the architecture's name."""
 
     def __init__(self, header: Header) -> None:
-        self.header, self.prefix = header, ""
-        self.prefix = self.text("general.architecture")
+        architecture = header.metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise header.error(f"general.architecture is {architecture!r:.40}, not a text")
+        self.header, self.prefix = header, architecture
 
     def has(self, tensor: str) -> bool:
         return tensor in self.header.tensors
@@ -285,12 +287,6 @@ class Metadata:
 
     def get(self, name: str) -> Any:
         return self.header.metadata.get(f"{self.prefix}.{name}")
-
-    def text(self, name: str) -> str:
-        value = self.header.metadata.get(name)
-        if not isinstance(value, str):
-            raise self.header.error(f"{name} is {value!r:.40}, not a text")
-        return value
 
     def number(self, name: str, default: int | None = None) -> int:
         """A whole number; a list of one for each layer must have equal ones."""

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+from pagedcli.layers.kinds import StateHeads
 from pagedcli.models.formats import VECTOR
 from pagedcli.models.tensors import Parameter, Tensors, exact
 
@@ -23,11 +24,6 @@ class StateTensor:
         for length in self.shape:
             size *= length
         return size
-
-
-def conv_and_matrix(kernel: int, channels: int, matrix: tuple[int, ...]) -> tuple[StateTensor, ...]:
-    """What a recurrence behind a convolution keeps: its last inputs, and a matrix per head, [H, N, P] in float32."""
-    return StateTensor("conv", (kernel - 1, channels)), StateTensor("matrix", matrix, "float32")
 
 
 class RecurrentMixer(ABC):
@@ -50,11 +46,6 @@ class RecurrentMixer(ABC):
         """What a sequence keeps."""
 
     @property
-    def grouping(self) -> tuple[int, int]:
-        """Heads, and the groups that they form."""
-        return 1, 1
-
-    @property
     def shape(self) -> Self:
         """What decides the shapes of its weights."""
         return self
@@ -74,50 +65,36 @@ class RecurrentMixer(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDelta(RecurrentMixer):
-    """A gated delta net: a convolution over q, k and v, then a matrix per value head that forgets and is corrected."""
+class MatrixMixer(StateHeads, RecurrentMixer):
+    """A mixer with a matrix per head behind its convolution."""
 
-    name: ClassVar[str] = "gated delta nets"
-    num_key_heads: int  # heads of q and k; each serves neighbouring value heads, if not `tiled`
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
     kernel: int  # inputs that the convolution sees, the current one included
-    interleaved: bool = False  # the projections list, key head by key head, what flat ones list tensor by tensor
-    tiled: bool = False  # a key head serves every num_key_heads-th value head, as in llama.cpp's files
-    apart: bool = False  # q, k, v and their convolutions are tensors of their own, and names are OLMo's
-    correction: float = 1.0  # factor of how much a head corrects; 2: a state may also turn around
-    eps: float | None = None  # epsilon of its norm; None: the model's
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: all of q, k and v."""
-        return 2 * self.num_key_heads * self.key_dim + self.inner
-
-    @property
-    def inner(self) -> int:
-        """Width of v and of the result."""
-        return self.num_value_heads * self.value_dim
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        return conv_and_matrix(self.kernel, self.channels, (self.num_value_heads, self.key_dim, self.value_dim))
+        matrix = (self.num_heads, self.key_dim, self.value_dim)
+        return StateTensor("conv", (self.kernel - 1, self.channels)), StateTensor("matrix", matrix, "float32")
 
-    @property
-    def grouping(self) -> tuple[int, int]:
-        return self.num_value_heads, self.num_key_heads
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta(MatrixMixer):
+    """A gated delta net: a convolution over q, k and v, then a matrix per value head that forgets and is corrected."""
+
+    name: ClassVar[str] = "gated delta nets"
+    corrects: ClassVar[bool] = True
+    apart: bool = False  # q, k, v and their convolutions are tensors of their own, and names are OLMo's
+    eps: float | None = None  # epsilon of its norm; None: the model's
 
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
         """Names and shapes in the three layouts of checkpoints: apart, interleaved by head, one after the other."""
-        heads, width, name = self.num_value_heads, make.width, f"{layer}.{make.names.recurrent}"
+        heads, width, name = self.num_heads, make.width, f"{layer}.{make.names.recurrent}"
         gate_names, norm, out = ("in_proj_b", "in_proj_a"), "norm", "out_proj"
         conv = {f"{name}.conv1d.weight": self.channels}
         if self.apart:
             keys, gate_names, norm, out = self.num_key_heads * self.key_dim, ("b_proj", "a_proj"), "o_norm", "o_proj"
-            inner = {
-                f"{name}.{part}_proj": n for part, n in zip("qkvg", (keys, keys, self.inner, self.inner), strict=True)
-            }
-            conv = {f"{name}.{part}_conv1d.weight": n for part, n in zip("qkv", (keys, keys, self.inner), strict=True)}
+            sizes = {"q": keys, "k": keys, "v": self.inner, "g": self.inner}
+            inner = {f"{name}.{part}_proj": size for part, size in sizes.items()}
+            conv = {f"{name}.{part}_conv1d.weight": sizes[part] for part in "qkv"}
             gates = {f"{name}.{each}.weight": (heads, width) for each in gate_names}
         elif self.interleaved:
             inner = {f"{name}.in_proj_qkvz": self.channels + self.inner}
@@ -137,35 +114,20 @@ class GatedDelta(RecurrentMixer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KimiDelta(RecurrentMixer):
+class KimiDelta(MatrixMixer):
     """A gated delta net whose matrices forget each channel of the keys at a rate of its own. The rates and the gates of
-    its results are products of two thin matrices.
+    its results are products of two thin matrices, as wide between them as a head.
 
     Source: Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025, section 3.
     """
 
     name: ClassVar[str] = "Kimi delta attention"
-    num_heads: int
-    head_dim: int  # size of the heads of q, k and v; width between the thin matrices
-    kernel: int  # inputs that the convolution sees, the current one included
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: all of q, k and v."""
-        return 3 * self.inner
-
-    @property
-    def inner(self) -> int:
-        """Width of v and of the result."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def state(self) -> tuple[StateTensor, ...]:
-        return conv_and_matrix(self.kernel, self.channels, (self.num_heads, self.head_dim, self.head_dim))
+    corrects: ClassVar[bool] = True
+    by_channel: ClassVar[bool] = True
 
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
         """What decides on forgetting and correcting is as exact as a router: it is never rounded."""
-        heads, size, width, name = self.num_heads, self.head_dim, make.width, f"{layer}.{make.names.recurrent}"
+        heads, size, width, name = self.num_heads, self.key_dim, make.width, f"{layer}.{make.names.recurrent}"
         return {
             **make.linear(f"{key}.inner", {f"{name}.{part}_proj": self.inner for part in "qkv"}, width),
             f"{key}.conv": exact({f"{name}.{part}_conv1d.weight": (self.inner, 1, self.kernel) for part in "qkv"}),
@@ -182,47 +144,26 @@ class KimiDelta(RecurrentMixer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2(RecurrentMixer):
+class Mamba2(MatrixMixer):
     """A selective state space: a convolution over x, B and C, then a matrix per head that forgets."""
 
     name: ClassVar[str] = "Mamba-2"
-    num_heads: int
-    head_dim: int
-    num_groups: int  # groups of heads that share B and C
-    state_size: int
-    kernel: int  # inputs that the convolution sees, the current one included
+    corrects: ClassVar[bool] = False
     conv_bias: bool
     proj_bias: bool
-    step_limits: tuple[float, float]  # smallest and largest step
     norm_group: int | None  # elements that the gated norm norms together; None: the result is only gated
-    # of the projected gate, x, B, C and steps, and of the result; weights are multiplied when they are read
+    # factors of the projected gate, x, B, C and steps; weights are multiplied by them when they are read
     factors: tuple[float, ...] = (1.0,) * 5
-    out_factor: float = 1.0
+    out_factor: float = 1.0  # factor of the result, likewise
 
     @property
     def gate_group(self) -> int:
         """Elements that are gated, and normed if there is a norm, together."""
         return self.inner if self.norm_group is None else self.norm_group
 
-    @property
-    def inner(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.num_groups * self.state_size
-
-    @property
-    def state(self) -> tuple[StateTensor, ...]:
-        return conv_and_matrix(self.kernel, self.channels, (self.num_heads, self.state_size, self.head_dim))
-
-    @property
-    def grouping(self) -> tuple[int, int]:
-        return self.num_heads, self.num_groups
-
     def parameters(self, make: Tensors, key: str, layer: str) -> dict[str, Parameter]:
         heads, width, name = self.num_heads, make.width, f"{layer}.{make.names.recurrent}"
-        inner, groups = {f"{name}.in_proj": self.inner + self.channels + heads}, self.num_groups * self.state_size
+        inner, groups = {f"{name}.in_proj": self.inner + self.channels + heads}, self.num_key_heads * self.key_dim
         sizes = (self.inner, self.inner, groups, groups, heads)  # outputs of in_proj: gate, x, B, C, time step
         factors, out_factors = tuple(zip(sizes, self.factors, strict=True)), ((width, self.out_factor),)
         out = {f"{name}.out_proj": width}
