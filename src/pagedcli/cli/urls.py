@@ -67,9 +67,11 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _url(value: Any) -> str | None:
-    """The URL that a parameter is: as a path it has lost a slash. None: it is none."""
+    """The URL that a parameter is: as a path it has lost a slash. None: it is none. Raises: UsageError for file://."""
     text = str(value)
     text = re.sub("^([a-zA-Z][a-zA-Z0-9+.-]+):/(?!/)", r"\1://", text) if isinstance(value, Path) else text
+    if text.startswith("file:/"):
+        raise UsageError(f"{value} is a file of this machine", hint="give its path")
     return text if is_url(text) else None
 
 
