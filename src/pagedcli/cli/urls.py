@@ -93,7 +93,8 @@ def _copy(url: str) -> Path:
     stem = name.removesuffix(".zst").removesuffix(".jsonl")
     ending = re.escape(name.removeprefix(stem))
     own = re.compile(rf"{re.escape(stem)}(\.part\d+|\.recording)*{ending}(\.run\.json|/[^.].*)?")
-    if not Folder(parent).fetch_all(stem, Path(folder.name), lambda each: own.fullmatch(each) is not None):
+    prefix = name if stem == name else f"{stem}."  # not more: it may have to list a large folder
+    if not Folder(parent).fetch_all(prefix, Path(folder.name), lambda each: own.fullmatch(each) is not None):
         raise UsageError(f"there is no {url}")
     return Path(folder.name, name)
 
@@ -118,9 +119,9 @@ class _Mirror:
         for path in folder.iterdir():
             if not (self._can_resume and path.stat().st_mtime_ns):
                 path.unlink()
-        stem = name.partition(".")[0]
-        for each, (size, _) in self._bucket.files(stem).items():
-            if each == name or each.startswith(f"{stem}."):
+        stem, dot, _ = name.partition(".")
+        for each, (size, _) in self._bucket.files(stem + dot).items():
+            if re.fullmatch(rf"{re.escape(stem)}(\.[^/]*)?", each):
                 path, is_whole = folder / each, bool(resume) and each.startswith(name)
                 is_resumed = is_whole and path == self._journal
                 if not path.exists() or (is_resumed and path.stat().st_size < size):
