@@ -105,7 +105,7 @@ def test_a_bucket_that_fails_at_the_end_loses_nothing(bucket, monkeypatch):
         (["generate", "zz://b/in.jsonl"], "zz://b/in.jsonl: fsspec knows no zz://"),
         (["generate", "memory://b/in/", "-o", "memory://b/"], "memory://b/ is a folder"),
         (["generate", "memory://b/a", "-o", "memory://b/a"], "two files of this command are the same, memory://b/a"),
-        (["generate", "memory://b/in/", "--prefix-store", "memory://b/s"], "memory://b/s must be on this machine"),
+        (["generate", "memory://b/in/", "--prefix-store", "memory://b/s"], "prefix_store cannot be used: its blocks"),
         (["generate", "in.jsonl", "--record", "file:///a.jsonl"], "file:/a.jsonl is a file of this machine"),
         (["store", "memory://b/s"], "memory://b/s must be on this machine: no URL can be given here"),
         (["verify", "memory://b/x", "y"], "there is no memory://b/x"),

@@ -29,7 +29,6 @@ _READ |= {"run__chat_template", "run__calibration"}
 _WRITTEN = {"output_file", "record", "metrics", "summary_json", "picture", "calibrate", "dump_kv"}
 _WRITTEN_TEXTS = ("output_file", "dump_kv")  # those of them that are no paths; attach --metrics is a server's address
 _FOLDERS = ("ray", "ray_address", "queue")  # parameters of runs that write a folder with -o
-_LOCAL = {"engine__prefix_store"}  # texts that name files of this machine
 _SEND_EVERY_S = 60.0
 _SHARE = 0.1  # of the time, at most, is spent on sending a journal that grows
 _LOOKED_AT = 2**20  # bytes of an existing file that show what would be replaced
@@ -58,7 +57,7 @@ def with_local_files(command: str, values: dict[str, Any]) -> None:
                 raise UsageError(f"two files of this command are the same, {urls[0]}", hint="use different names")
             _mirrors.append(_Mirror(urls[0], resume=values.get("resume")))
             values[name] = type(given)(_mirrors[-1].path)
-        elif name in _LOCAL or isinstance(_listed(given)[0], Path):
+        elif isinstance(_listed(given)[0], Path):
             raise UsageError(f"{urls[0]} must be on this machine: no URL can be given here", hint="copy it first")
 
 
