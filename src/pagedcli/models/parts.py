@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagedcli import layers
 from pagedcli.attention.base import AttentionBackend
+from pagedcli.errors import ModelError
 from pagedcli.layers.basic import stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer
 from pagedcli.models import rope_tables
@@ -188,7 +191,17 @@ class TorchParts(Parts):
     ) -> LinearLayer:
         linear = layer_format.linear(modules, bias, self._request.dtype, self.kernels, gated=gated)
         self.linear_bytes += linear.nbytes
-        return linear
+        return self.in_one_tile(linear)
+
+    def in_one_tile(self, linear: Any, dtype: torch.dtype | None = None) -> LinearLayer:
+        """The layer with the same bits for any number of tokens, if the configuration asks for it. `dtype`: of its
+        results, if not that of the model. Raises: ModelError if the kernel cannot multiply by the weight."""
+        if self._request.backend.kernels != "invariant":
+            made: LinearLayer = linear
+            return made
+        if (found := layers.triton_products.weight_of(linear)) is None:
+            raise ModelError("a weight has its inputs out of order, for which gpu_kernels invariant has no kernel")
+        return layers.triton_products.OneTileLinear(*found, dtype)
 
     def summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
         """A layer with its inputs split over the ranks: the sum of all ranks' results, of which only rank 0 adds the
