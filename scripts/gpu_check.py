@@ -40,6 +40,7 @@ CORRECTNESS = {
     "quantized": 60,
     "fp8": 60,
     "invariance": 60,
+    "same_bits": 120,
     "parallel": 120,
 }
 SPEED = {
