@@ -51,6 +51,7 @@ SPEED = {
     "workload": 170,
     "steps": 60,
     "stream": 240,
+    "fp8_products": 40,
 }
 LIMITS = CORRECTNESS | SPEED
 GROUPS = {"correctness": CORRECTNESS, "speed": SPEED}

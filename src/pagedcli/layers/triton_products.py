@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedcli.attention.triton_kernels import to_fp8
+from pagedcli.attention.triton_launch import power_of_2
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, OutputLinear
 from pagedcli.layers.quantized import E2M1, CodedWeight, Weight
@@ -147,6 +149,47 @@ class TritonLinear:
         blocks = -(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"])
         _launch(weight, self._bias, x, out, blocks, num_splits, constants, launch, whole=num_splits == 1)
         return out
+
+
+class RoundingLinear:
+    """y = x W^T + b of an FP8 weight with a scale per output. From FP8_TOKENS tokens on x is rounded to FP8, too, by a
+    scale per token, for tensor cores."""
+
+    __slots__ = ("_bias", "_linear", "_numbers", "_scales", "nbytes")
+    gated = False
+
+    def __init__(self, linear: TritonLinear) -> None:
+        """`linear`: what few tokens are multiplied by, for which `serves` is true."""
+        weight, self._linear, self._bias, self.nbytes = linear._weight, linear, linear._bias, linear.nbytes
+        assert weight.scales is not None, "an FP8 weight has scales"
+        self._numbers, self._scales = weight.numbers[0].T, weight.scales[0].float()
+
+    @staticmethod
+    def serves(linear: object) -> bool:
+        """Whether torch multiplies FP8 by the weight as it is kept."""
+        if not isinstance(linear, TritonLinear) or linear._weight.numbers.dtype != torch.float8_e4m3fn:
+            return False
+        weight = linear._weight
+        return weight.group_size >= weight.num_in and weight.num_in % 16 == 0 and weight.num_out % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, in] -> [T, out]."""
+        if x.shape[0] < FP8_TOKENS:
+            return self._linear(x)
+        x, (num_tokens, width) = x.contiguous(), x.shape
+        rounded, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), self._scales.new_empty(num_tokens, 1)
+        round_rows_kernel[(num_tokens,)](x, rounded, scales, K=width, BLOCK=power_of_2(width), num_warps=8)
+        options: dict[str, Any] = {
+            "scale_a": scales,
+            "scale_b": self._scales,
+            "out_dtype": x.dtype,
+            "use_fast_accum": True,
+        }
+        y = torch._scaled_mm(rounded, self._numbers, **options)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+FP8_TOKENS = 16
 
 
 class OneTileLinear:
@@ -434,6 +477,16 @@ def sum_splits_kernel(
     if BIAS:
         total += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * N + n, total, mask=inside)
+
+
+@triton.jit
+def round_rows_kernel(x_ptr, out_ptr, scales_ptr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row [K]: e4m3 of the row / scale, and the scale."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448
+    tl.store(out_ptr + row * K + column, to_fp8(x, 1 / scale), mask=column < K)
+    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit

@@ -143,7 +143,7 @@ class LayerBuilder(TorchParts):
             table = layer_format.widened(modules, dtype)
         made = layer_format.output_layer(modules, bias, dtype, self.kernels, table if tied else None)
         linear, num_bytes, rows = made
-        linear = self.in_one_tile(linear, torch.float32)
+        linear = self.by_chosen_kernels(linear, torch.float32)
 
         def head(x: Tensor) -> Tensor:
             return parallel.gather_columns(linear(x), vocab_size)

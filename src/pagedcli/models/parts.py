@@ -191,12 +191,16 @@ class TorchParts(Parts):
     ) -> LinearLayer:
         linear = layer_format.linear(modules, bias, self._request.dtype, self.kernels, gated=gated)
         self.linear_bytes += linear.nbytes
-        return self.in_one_tile(linear)
+        return self.by_chosen_kernels(linear)
 
-    def in_one_tile(self, linear: Any, dtype: torch.dtype | None = None) -> LinearLayer:
-        """The layer with the same bits for any number of tokens, if the configuration asks for it. `dtype`: of its
-        results, if not that of the model. Raises: ModelError if the kernel cannot multiply by the weight."""
-        if self._request.backend.kernels != "invariant":
+    def by_chosen_kernels(self, linear: Any, dtype: torch.dtype | None = None) -> LinearLayer:
+        """The layer by the kernels that the configuration asks for. `dtype`: of its results, if not the model's.
+
+        Raises: ModelError if they cannot multiply by the weight."""
+        kernels = self._request.backend.kernels
+        if kernels == "fp8" and layers.triton_products.RoundingLinear.serves(linear):
+            return layers.triton_products.RoundingLinear(linear)
+        if kernels != "invariant":
             made: LinearLayer = linear
             return made
         if (found := layers.triton_products.weight_of(linear)) is None:
