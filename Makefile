@@ -17,7 +17,7 @@ test: $(VENV)/.installed-dev
 test-long: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long and not slow and not machine and not tools"
 
-RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
+RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py tests/distributed/test_buckets.py
 test-all: $(VENV)/.installed-dev test-ray test-machine
 	$(BIN)/python -m pytest -n 2 -m "not machine and not tools" $(addprefix --ignore=,$(RAY_TESTS))
 
@@ -45,9 +45,10 @@ test-real: $(VENV)/.installed-dev
 	-$(BIN)/pip install --quiet --constraint constraints.txt cyllama accelerate
 	PAGEDCLI_REAL=$(CURDIR)/build/real $(BIN)/python -m pytest -s -m real tests/real
 
-# Ray is installed where it can be; otherwise its tests are skipped, and say so.
+# Ray, s3fs and an S3 server for tests are installed where they can be; otherwise their tests are skipped, and say so.
 test-ray: $(VENV)/.installed-dev
 	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,cloud]' 'moto[server,s3]'
 	$(BIN)/python -m pytest $(RAY_TESTS)
 
 # lm-evaluation-harness and Inspect are installed into an environment of their own, which sees that of the other tests;

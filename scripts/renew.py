@@ -72,7 +72,7 @@ def _meaning(type_: Any, declared: ConfigKey) -> str:
 
 # ---------------------------------------------------------------------- defaults of the families' config.json
 
-_USUAL_THETA = 10000.0
+_USUAL_THETA, _MARK = 10000.0, 12345.0
 
 
 def families() -> Files:
@@ -89,6 +89,8 @@ def _defaults(theirs: Any, ours: type[Llama]) -> dict[str, Any]:
     given = {ours.renamed.get(each.name, each.name): each.default for each in fields(theirs)}
     if isinstance(theirs.default_theta, float) and theirs.default_theta != _USUAL_THETA:
         given["rope_theta"] = theirs.default_theta
+    said = getattr(theirs(rope_theta=_MARK), "rope_parameters", None) or {}
+    given |= {"rope_parameters": _rope(said), "partial_rotary_factor": said.get("partial_rotary_factor")}
     of_llama = {each.name: each.default for each in fields(Llama)}
     found = {}
     for each in fields(ours):
@@ -97,6 +99,15 @@ def _defaults(theirs: Any, ours: type[Llama]) -> dict[str, Any]:
         if not is_own and default is not MISSING and default != each.default:
             found[each.name] = default
     return found
+
+
+def _rope(said: dict[str, Any]) -> dict[str, Any] | None:
+    """The rope_parameters of a config class by itself, without a theta that config.json may name; None: plain ones."""
+    forms = [form for form in said.values() if isinstance(form, dict)]
+    is_plain = all(form.get("rope_type", "default") == "default" for form in forms or [said])
+    if is_plain and all(form.get("partial_rotary_factor", 1.0) == 1.0 for form in forms):
+        return None
+    return {name: value for name, value in said.items() if value != _MARK}
 
 
 # ---------------------------------------------------------------------- tables in documents

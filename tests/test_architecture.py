@@ -28,7 +28,7 @@ LOW = {
     "sampling_params",
     "config",
 }
-LOW |= {"content_files", "later"}
+LOW |= {"buckets", "content_files", "later"}
 COMPUTE = {"attention", "layers", "models", "native"}
 BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
@@ -39,6 +39,7 @@ ALLOWED = {
     "records": {"printable"},
     "files": {"errors", "line_files", "process"},
     "line_files": {"errors"},
+    "buckets": {"errors", "files", "printable"},
     "content_files": {"errors", "files", "printable"},
     "remote": {"errors", "later", "printable"},
     "config_keys": {"errors"},

@@ -67,6 +67,7 @@ CASES = [
     ("pictures", "resvg_py", COMMAND, ["trace", "run.jsonl", "--picture", "pool.png"]),
     ("pictures", "PIL", COMMAND, ["trace", "run.jsonl", "--picture", "pool.gif"]),
     ("ray", "ray", COMMAND, ["generate", "in.jsonl", "-o", "parts", "--ray"]),
+    ("cloud", "s3fs", COMMAND, ["generate", "s3://b/in.jsonl"]),
 ]
 
 

@@ -4,19 +4,28 @@ Used wherever a path may be a URL. Credentials are found as each service's own t
 the file systems with the extra `cloud`.
 """
 
+import hashlib
+import io
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pagedcli.errors import PagedcliError, UsageError
-from pagedcli.files import whole_file
+from pagedcli.files import cache_home, whole_file
+from pagedcli.printable import byte_text, show_as
 
+_log = logging.getLogger("pagedcli")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)  # no single letter, which is a drive
+_READ_BYTES = 2**20
+_LARGE_BYTES = 2**26  # copying such a file takes seconds, and is announced
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime")  # what the services call it
 _PROBLEMS = {  # what a service's error says, in lower case -> the next action
     "credentials": "log in as for the service's own tools (AWS_PROFILE, gcloud auth, hf auth login)",
     "bucket does not exist": "create the bucket, or correct its name",
@@ -56,6 +65,7 @@ def file_system(url: str) -> tuple[Any, str]:
     import fsspec  # type: ignore[import-untyped]
 
     kind = url.partition("://")[0]
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it prints the errors that it raises, with tracebacks
     try:
         return cast(tuple[Any, str], fsspec.url_to_fs(url, use_listings_cache=False))
     except ImportError as error:
@@ -66,11 +76,87 @@ def file_system(url: str) -> tuple[Any, str]:
         ) from error
 
 
-def open_url(url: str) -> BinaryIO:
-    """The content of a file, streamed. Raises: PagedcliError; FileNotFoundError."""
+def num_bytes(name: str) -> int:
+    """The size of a file, of all that is below a folder, or of all that a pattern names. Raises: PagedcliError."""
+    files, path = file_system(name if is_url(name) else f"file://{os.path.abspath(name)}")
+    with reaching(name, "read"):
+        return sum(files.du(each) for each in files.glob(path) or [path])
+
+
+def open_url(url: str, *, at_random: bool = False) -> BinaryIO:
+    """The content of a file, streamed. `at_random`: read here and there, not from its beginning to its end.
+
+    Raises: UsageError if there is none; PagedcliError, also while it is read.
+    """
     files, path = file_system(url)
+    try:
+        with reaching(url, "read"):
+            file = _Stream(url, files.open(path, "rb", cache_type="none" if at_random else "readahead"))
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no {url}") from error
+    return cast(BinaryIO, file) if at_random else io.BufferedReader(file, _READ_BYTES)
+
+
+class _Stream(io.RawIOBase):
+    """A file of fsspec, whose errors say what cannot be read."""
+
+    def __init__(self, url: str, file: BinaryIO) -> None:
+        self._url, self._file = url, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        with reaching(self._url, "read"):
+            content = self._file.read(len(view))
+        view[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def files_of(url: str) -> list[str] | None:
+    """The URLs of the files in a folder, or of those that a pattern like s3://b/in/*.parquet matches, sorted; None: it
+    is neither. Raises: UsageError for a pattern that matches none."""
+    files, path = file_system(url)
+    is_pattern = re.search(r"[*?\[]", path) is not None
     with reaching(url, "read"):
-        return cast(BinaryIO, files.open(path, "rb"))
+        if not is_pattern and not files.isdir(path):
+            return None
+        found = files.glob(path if is_pattern else f"{path.rstrip('/')}/*")
+    if is_pattern and not found:
+        raise UsageError(f"no file matches {url}")
+    return [files.unstrip_protocol(name) for name in sorted(found)]
+
+
+def copied_once(url: str, wanted: Callable[[str], bool]) -> Path:
+    """A folder in the user's cache with the files of a bucket's folder that are wanted by name; they are copied again
+    only where a size or a version has changed. It is empty if there are none."""
+    bucket = Folder(url)
+    folder = cached(url, *(f"{name} {about}" for name, about in sorted(bucket.files().items())))
+    show_as(str(folder), url)
+    bucket.fetch_all("", folder, wanted)
+    return folder
+
+
+def cached(*identity: str) -> Path:
+    """The folder in the user's cache for what has this identity; made if there is none."""
+    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()
+    folder = cache_home() / "buckets" / digest[:24]
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
 
 
 class Folder:
@@ -103,6 +189,19 @@ class Folder:
                 return [name for name in found if not name.rpartition("/")[2].startswith(".")]  # not yet complete
         return []
 
+    def files(self, prefix: str = "") -> dict[str, tuple[int, str]]:
+        """All files whose names begin so, with their bytes and their version, which differs where the content may."""
+        with suppress(FileNotFoundError), reaching(f"{self.url_of(prefix)}*", "list"):
+            self._files.invalidate_cache()
+            found = self._files.find(self._path, detail=True, **({"prefix": prefix} if prefix else {}))
+            named = {path[len(self._path) + 1 :]: about for path, about in found.items()}
+            return {
+                name: (about["size"], str(next((about[each] for each in _VERSIONS if each in about), "")))
+                for name, about in named.items()
+                if name and name.startswith(prefix)
+            }
+        return {}
+
     def read(self, name: str) -> bytes:
         with reaching(self.url_of(name), "read"):
             return cast(bytes, self._files.cat_file(self._at(name)))
@@ -134,18 +233,45 @@ class Folder:
             return True
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if there is none."""
+        """Remove a file, or all that is below a folder; nothing happens if there is none."""
         with reaching(self.url_of(name), "remove"), suppress(FileNotFoundError):
-            self._files.rm_file(self._at(name))
+            self._files.rm(self._at(name), recursive=True)
 
-    def fetch(self, name: str, path: Path) -> None:
-        """Copy a file to this machine."""
+    def copy(self, name: str, to: str) -> None:
+        """Copy a file within the folder, where a store can without sending it."""
+        if self._is_local:
+            self.send(Path(self._at(name)), to)
+        else:
+            with reaching(self.url_of(name), "copy"):
+                self._files.cp_file(self._at(name), self._at(to))
+
+    def age_s(self, name: str) -> float:
+        """Seconds since a file was written, if the clocks of the store and of this machine agree."""
+        with reaching(self.url_of(name), "read"):
+            return time.time() - float(self._files.modified(self._at(name)).timestamp())
+
+    def fetch(self, name: str, path: Path, num_bytes: int | None = None) -> None:
+        """Copy a file, or only its first bytes, to this machine."""
         with (
             reaching(self.url_of(name), "read"),
             self._files.open(self._at(name), "rb") as file,
             whole_file(path, overwrite=True, durable=False) as to,
         ):
-            shutil.copyfileobj(file, to)
+            if num_bytes is None:
+                shutil.copyfileobj(file, to, _READ_BYTES)
+            else:
+                to.write(file.read(num_bytes))
+
+    def fetch_all(self, prefix: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
+        """Copy the wanted files whose names begin so, unless they are there. Returns their names."""
+        found = {name: size for name, (size, _) in self.files(prefix).items() if wanted(name)}
+        for name, size in found.items():
+            if not (folder / name).exists():
+                if size >= _LARGE_BYTES:
+                    _log.info("copying %s (%s)", self.url_of(name), byte_text(size))
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                self.fetch(name, folder / name)
+        return list(found)
 
     def send(self, path: Path, name: str) -> None:
         """Copy a file of this machine into the folder."""

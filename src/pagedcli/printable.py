@@ -20,8 +20,18 @@ _STEERING_BYTES = re.compile(
 )
 
 
+_shown: dict[str, str] = {}
+
+
+def show_as(path: str, name: str) -> None:
+    """From now on print `name` for this path, and for the beginning of what lies below it."""
+    _shown[path] = name
+
+
 def printable(text: str) -> str:
     """The text with terminal control characters escaped. Tabs and line ends stay."""
+    for path, name in _shown.items():
+        text = text.replace(path, name)
     return _STEERING.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 

@@ -222,7 +222,7 @@ def test_fields_without_effect_are_counted_and_with_strict_refused():
         (b'{"messages": [{"role": "wizard", "content": "x"}]}', "invalid_messages"),
         (b'{"messages": [{"role": "user"}]}', "invalid_messages"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}', "invalid_messages"),
-        (b'{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "x"}}', "unsupported_endpoint"),
+        (b'{"custom_id": "a", "url": "/v1/moderations", "body": {"input": "x"}}', "unsupported_endpoint"),
         (b'{"custom_id": "a", "url": ["x"], "body": {}}', "unsupported_endpoint"),
         (b'{"custom_id": "a", "url": "/v1/completions"}', "invalid_request"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": 5}', "invalid_request"),

@@ -43,7 +43,7 @@ class Cure:
     flags: list[str]  # empty for a change of the prompts
     hit_rate: float  # share of the prompts' tokens, as it is
     hit_rate_after: float
-    saved_tokens_share: float | None = None  # of all computed tokens; None: not simulated
+    saved_tokens_share: float | None = None  # share of all computed tokens; None: not simulated
     saved_seconds: float | None = None  # None: the time of steps is not known, or the run is short
 
 
@@ -67,7 +67,7 @@ class Trials:
         self.subject, self.base, self.found = subject, base, found
         self.tried: list[Trial] = []
         self._runs: dict[tuple[Limits, str], Forecast] = {}
-        self._deadline_s = inf if budget_s is None else time.thread_time() + budget_s  # on the clock of the thread
+        self._deadline_s = inf if budget_s is None else time.thread_time() + budget_s  # seconds on the thread's clock
 
     @property
     def as_it_is(self) -> Forecast:

@@ -177,7 +177,7 @@ class Finder:
     decode: Callable[[Ids], str] = _as_text
     encode: Encode = _all_ids
     template: Ids = ()
-    marks: re.Pattern[str] = diff.MARK  # of messages: no text moves over one
+    marks: re.Pattern[str] = diff.MARK  # marks of messages: no text moves over one
     num_in_file: int | None = None  # prompts, if more than are looked at
     rates_in_file: Mapping[int, float] = field(default_factory=dict)  # block size -> hits of the whole file as it is
 

@@ -44,19 +44,19 @@ class Fit:
     measured: bool = computed(lambda fit: bool(fit.terms.measured))
     num_kvcache_blocks: int = computed(lambda fit: fit.pool.num_blocks)
     num_kvcache_blocks_reason: str = computed(lambda fit: fit.pool.reason)
-    num_kvcache_tokens: int = computed(  # as long as no window has passed them
+    num_kvcache_tokens: int = computed(  # tokens that no window has passed
         lambda fit: fit.pool.num_blocks // fit.tables.num_groups * fit.tables.block_size
     )
     block_size: int = computed(lambda fit: fit.limits.block_size)  # tokens
     block_bytes: Bytes = computed(lambda fit: fit.plan.block_bytes)
-    token_bytes: Annotated[Bytes, "KV per token"] = computed(lambda fit: fit.plan.token_bytes)  # before windows pass
+    token_bytes: Annotated[Bytes, "KV per token"] = computed(lambda fit: fit.plan.token_bytes)  # until windows pass it
     kv_cache_bytes: Bytes = computed(lambda fit: fit.pool.num_blocks * fit.plan.block_bytes)
     max_model_len: Annotated[int, "model length, tokens"] = computed(lambda fit: fit.limits.max_model_len)
     # requests of max_model_len tokens at once, not rounded
     max_concurrency: Annotated[Whole, "requests in the pool"] = computed(lambda fit: fit.held(fit.pool.num_blocks))
     longest_request_tokens: int = computed(lambda fit: fit.longest(fit.pool.num_blocks))
     room_bytes: Annotated[int, "left for KV", _room] = computed(lambda fit: fit.terms.kv_cache)
-    missing_bytes: int = computed(lambda fit: max(0, fit.plan.block_bytes - fit.terms.kv_cache))  # for a first block
+    missing_bytes: int = computed(lambda fit: max(0, fit.plan.block_bytes - fit.terms.kv_cache))  # 0: a block fits
     num_blocks_left: int
     max_concurrency_left: Annotated[Whole, "requests at model length"] = computed(
         lambda fit: fit.held(fit.num_blocks_left)
@@ -336,7 +336,7 @@ class AtOnce:
     num_blocks: int
     max_concurrency: Annotated[Whole, "requests at once"]
     max_concurrency_shared: Annotated[Whole, "requests that share"] | UnsetType = UNSET  # requests with a common prefix
-    # in a pool of all that is left
+    # requests at once in a pool of all that is left
     max_concurrency_left: Annotated[Whole, "requests in all that is left"] | UnsetType = UNSET
 
 

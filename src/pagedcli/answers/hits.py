@@ -198,7 +198,7 @@ def _is_enough(found: PoolHits, unlimited: PoolHits) -> bool:
 
 
 def a_tenth_less(num_blocks: int) -> int:
-    """The pool that is not enough where this one is."""
+    """The next smaller pool to try: where this one is enough, it should not be."""
     return num_blocks - max(1, num_blocks // 10)
 
 

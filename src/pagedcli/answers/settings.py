@@ -177,7 +177,7 @@ def _num_seqs(subject: Subject, _: Forecast) -> list[int]:
     return [number for number in (now // 4, now // 2, 2 * now) if 1 <= number <= limits.max_num_batched_tokens]
 
 
-# from cheap to expensive
+# the kinds of settings, the cheapest first
 KINDS = (
     Knob("caching", CACHING, lambda subject, _: [] if subject.limits.enable_prefix_caching else [True]),
     Knob("policy", "engine.eviction", _other_policies, needs_caching=True),

@@ -151,9 +151,9 @@ def scan_prompts(
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """What a sample lets expect of a file."""
+    """What a sample says of its file."""
 
-    scan: PromptScan  # of the sample
+    scan: PromptScan  # the scan of the sample
     rows: About
     prompt_tokens: About
     run: Forecast | None = None  # its hit rate is a lower bound: more rows have more beginnings in common
@@ -167,8 +167,8 @@ def first_answer(
     decision: "planning.decision.Decision | None",
     requests: PromptRequests,
 ) -> FirstAnswer | None:
-    """What the sample lets expect. `requests` is empty, and receives those of the sample; `decision`: the engine, if a
-    block fits. None: no row of the sample is valid."""
+    """What the sample says. `requests` is empty, and receives those of the sample; `decision`: the engine, if a block
+    fits. None: no row of the sample is valid."""
     limits = None if decision is None else decision.expected_plan.limits
     scan = scan_prompts(loaded, "", folder, spec, limits=limits, requests=requests, lines=sample)
     if not requests.workload.requests:

@@ -35,8 +35,8 @@ class Turns:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The median saving of ever more pairs is within, whatever the noise of a pass is like: the sign test's
-        interval, from one of the smallest savings to one of the largest."""
+        """The sign test's interval of the median saving, from one of the smallest savings to one of the largest: it
+        needs no assumption about the noise of a pass."""
         savings, below, place = self._savings, 0.0, 0
         while place < len(savings) // 2:
             below += comb(len(savings), place) / 2 ** len(savings)

@@ -180,7 +180,7 @@ class ExplainedLookup(LookupRow):
 
 
 def why(explainer: Explainer, state: PoolState) -> Reasons:
-    """Why a run found no more. Both are at its end."""
+    """Why a run found no more, by what is known at its end."""
     lost_content = None
     if failed := explainer.num_failed_steps:
         lost = plural(explainer.num_lost_blocks, "block")

@@ -102,7 +102,7 @@ class PlayerApp(App[None]):
         *(Binding(digit, f"ask_step('{digit}')", show=False) for digit in "0123456789"),
     ]
     MORE_KEYS = ""
-    main_panel: Painted  # has the focus at first
+    main_panel: Painted  # the panel with the focus at first
 
     def __init__(self, player: Player[Any], title: str) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def watch(app: PlayerApp, player: RunningPlayer[Any], work: Callable[[], T]) -> 
 
     def run() -> None:
         _settle(outcome, work)
-        player.closes_at_end |= outcome.exception() is not None  # so that its message is seen
+        player.closes_at_end |= outcome.exception() is not None  # an open screen would hide the message
         player.finish()
 
     thread = threading.Thread(target=run, name="work", daemon=True)

@@ -34,9 +34,9 @@ class Options:
 
     model: str | None = None
     checks: Sequence[str] = tuple(CHECKS)
-    seed: int | None = None  # prompts; None: random, as a cache remembers those of an earlier run
+    seed: int | None = None  # seed of the prompts; None: random, as a cache remembers those of an earlier run
     concurrency: int = 8
-    folder: Path | None = None  # failing pairs; None: none is written
+    folder: Path | None = None  # folder for failing pairs; None: none is written
     remembers: bool = False  # answers to compare with after a restart
     memory: Memory | None = None  # what an earlier audit remembered
 
@@ -67,7 +67,7 @@ class Audit:
                 for i, probe in enumerate(recalled_probes(options.memory, survey.runner, survey.target)):
                     self.progress(f"remembered prompts, {i + 1} of {len(options.memory.prompts)}")
                     evidence.recalled.append(await survey.runner.run(probe))
-            if options.remembers:  # before the other probes: what these evict must last, too
+            if options.remembers:  # first: the other probes evict them, and they must last then, too
                 self.progress("prompts to remember")
                 self.memory = await remember(survey.runner, remembered_asks(ProbePrompts(survey.target, seed + 6)))
             num_restart = budget.num_requests - num_surveyed

@@ -55,7 +55,7 @@ def _distance(old: Mapping[str, float], new: Mapping[str, float]) -> float:
     largest = 0.0
     for token in old.keys() | new.keys():
         a, b = old.get(token), new.get(token)
-        if a is None or b is None:  # not among the alternatives of one: it is at most as likely as the last of them
+        if a is None or b is None:  # one row does not list it: there it is at most as likely as the last one listed
             known, bound = (b, least_old) if a is None else (a, least_new)
             assert known is not None, "the token is in one of the rows"
             largest = max(largest, known - bound)

@@ -73,7 +73,7 @@ async def remember(runner: Runner, asks: Sequence[Ask]) -> Memory:
 
 
 def save_memory(memory: Memory | None, path: Path, *, overwrite: bool) -> int:
-    """Returns the number of prompts. Raises: ServerError if not all were answered."""
+    """Write the file, and return the number of prompts. Raises: ServerError if not all were answered."""
     if memory is None:
         hint = "raise --max-requests, --max-tokens or --max-seconds"
         raise ServerError("stopped before all prompts were answered: nothing was remembered", hint=hint)
@@ -83,7 +83,7 @@ def save_memory(memory: Memory | None, path: Path, *, overwrite: bool) -> int:
 
 
 def load_memory(path: Path) -> Memory:
-    """Raises: UsageError if the file is not one that --remember wrote."""
+    """Read such a file. Raises: UsageError if it is not one that --remember wrote."""
     try:
         memory = msgspec.json.decode(read_whole(path, _MAX_FILE_BYTES), type=Memory)
     except OSError as error:

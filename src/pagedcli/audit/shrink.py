@@ -125,7 +125,7 @@ def save_case(case: Case, folder: Path, number: int) -> Path:
 
 
 def load_case(path: Path) -> Case:
-    """Raises: UsageError if the file is not one that the audit wrote."""
+    """Read such a file. Raises: UsageError if it is not one that the audit wrote."""
     try:
         case = msgspec.json.decode(read_whole(path, _MAX_FILE_BYTES), type=Case)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

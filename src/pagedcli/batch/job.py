@@ -34,6 +34,7 @@ from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink, JsonLines, Sink, StreamSink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.buckets import is_url
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import METRICS, SUMMARY, TRACE, check_distinct, check_new, is_stream
@@ -118,7 +119,7 @@ def input_files(input_name: str) -> dict[str, Path]:
     path = Path(input_name)
     if path.is_dir():
         return {f"the input file {each.name}": each for each in path.iterdir()}
-    return {} if input_name == "-" else {"the input": path}
+    return {} if input_name == "-" or is_url(input_name) else {"the input": path}
 
 
 class OpenJob:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import xxhash
 
+from pagedcli.buckets import is_url, open_url
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_stream, writing
 from pagedcli.line_files import COPIES, MOST_BLANK_LINES, NOT_JSON, ZSTD_MAGIC, first_decompressed, zstd
@@ -98,6 +99,8 @@ def open_input(name: str) -> BinaryIO:
         return _opened.pop(name)
     if name == "-":
         return _stdin()
+    if is_url(name):
+        return open_url(name)
     try:
         return open(name, "rb")
     except OSError as error:

@@ -20,6 +20,7 @@ from pagedcli.batch.journal import digest_of
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import line_of, used_columns
 from pagedcli.batch.rows import NumberedRows, WrittenRow, decided_of, marked_of
+from pagedcli.buckets import is_url, open_url
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.later import parquet as pq
 from pagedcli.later import pyarrow as pa
@@ -55,11 +56,11 @@ class ParquetSource(LineSource):
     string) is merged into the line. Other columns are not read.
     """
 
-    def __init__(self, name: str, paths: list[Path] | None = None, columns: Columns | None = None) -> None:
+    def __init__(self, name: str, paths: list[str] | None = None, columns: Columns | None = None) -> None:
         require_pyarrow()
         self._chosen = columns = columns or Columns()
         self.name = name
-        self._paths = [Path(name)] if paths is None else paths
+        self._paths = paths or [name]
         schemas = [_schema_of(path) for path in self._paths]
         self.schema: Any = schemas[0]  # pyarrow.Schema
         for path, schema in zip(self._paths, schemas, strict=True):
@@ -84,7 +85,7 @@ class ParquetSource(LineSource):
             yield from _batches(path, columns)
 
 
-def _batches(path: Path, columns: list[str] | None = None) -> Iterator[Any]:
+def _batches(path: str | Path, columns: list[str] | None = None) -> Iterator[Any]:
     try:
         with _open_parquet(path) as file:
             yield from file.iter_batches(_READ_ROWS, columns=columns)
@@ -92,9 +93,14 @@ def _batches(path: Path, columns: list[str] | None = None) -> Iterator[Any]:
         raise PagedcliError(f"{path} is damaged: {error}") from error
 
 
-def _open_parquet(path: Path) -> Any:
+def _open_parquet(path: str | Path) -> Any:
     try:
-        return pq.ParquetFile(path)
+        # what is read of a bucket is requested in few, large pieces
+        return (
+            pq.ParquetFile(open_url(str(path), at_random=True), pre_buffer=True)
+            if is_url(path)
+            else pq.ParquetFile(path)
+        )
     except OSError as error:
         raise UsageError(f"cannot read the prompts {path}: {error.strerror or error}") from error
     except pa.ArrowException as error:
@@ -102,7 +108,7 @@ def _open_parquet(path: Path) -> Any:
         raise UsageError(f"{path} is not a Parquet file: {error}", hint=hint) from error
 
 
-def _schema_of(path: Path) -> Any:
+def _schema_of(path: str) -> Any:
     with _open_parquet(path) as file:
         return file.schema_arrow
 

@@ -27,6 +27,7 @@ from pagedcli.batch.requests import BatchRow, RequestParser, RowPrompt, decode_l
 from pagedcli.batch.scoring import ScoredTokens
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
+from pagedcli.buckets import files_of, is_url
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.config_keys import flag_name
 from pagedcli.core.admission import admit, admit_scores, room_for
@@ -45,8 +46,10 @@ def open_source(name: str, columns: Columns | None = None) -> LineSource:
     read."""
     columns = columns or Columns()
     path, given = Path(name), columns.input_format
+    if is_url(name) and (found := files_of(name)) is not None:
+        return _open_files(name, found, columns)
     if path.is_dir():
-        return _open_folder(path, columns)
+        return _open_files(name, [str(path / each) for each in sorted(os.listdir(path))], columns)
     kind = delimited_format(name) if given == "auto" else given
     if kind in ("csv", "tsv"):
         return DelimitedSource(name, columns, kind)
@@ -103,11 +106,11 @@ class FolderSource(LineSource):
                 index += 1
 
 
-def _open_folder(folder: Path, columns: Columns) -> LineSource:
-    names = sorted(os.listdir(folder))
-    tables = [folder / name for name in names if is_parquet(Path(name))]
-    files = [str(folder / name) for name in names if name.lower().endswith(_JSONL_ENDINGS)]
-    delimited = [str(folder / name) for name in names if delimited_format(name)]
+def _open_files(folder: str, names: list[str], columns: Columns) -> LineSource:
+    """The rows of a folder, or of the files that a pattern matches."""
+    tables = [name for name in names if is_parquet(Path(name))]
+    files = [name for name in names if name.lower().endswith(_JSONL_ENDINGS)]
+    delimited = [name for name in names if delimited_format(name)]
     found = [kind for kind, paths in (("Parquet", tables), ("JSONL", files), ("CSV", delimited)) if paths]
     if len(found) > 1:
         raise UsageError(
@@ -119,8 +122,8 @@ def _open_folder(folder: Path, columns: Columns) -> LineSource:
             hint="known: *.parquet, *.jsonl, *.csv, *.tsv, the last three also .gz or .zst",
         )
     if tables:
-        return ParquetSource(str(folder), tables, columns)
-    return FolderSource(str(folder), [open_source(name, columns) for name in files + delimited])
+        return ParquetSource(folder, tables, columns)
+    return FolderSource(folder, [open_source(name, columns) for name in files + delimited])
 
 
 @dataclass(frozen=True, slots=True)

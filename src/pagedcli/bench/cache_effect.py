@@ -20,7 +20,7 @@ MOST_PASSES, MOST_S = 10, 30.0  # by default as many passes as fit into these se
 class CacheRow:
     """Generating the last tokens of a text: the mean of the passes and their standard deviation, None of one pass."""
 
-    length: Annotated[int, "tokens"]  # of the text with them
+    length: Annotated[int, "tokens"]  # length of the text, the generated tokens included
     kv_cache: Annotated[str, "KV cache"]
     ttft_ms: Annotated[float, "TTFT ms"]
     ttft_deviation_ms: Annotated[float | None, "+-"]
@@ -28,11 +28,11 @@ class CacheRow:
     tpot_deviation_ms: Annotated[float | None, "+-"]
     total_s: Annotated[float, "total s"]
     total_deviation_s: Annotated[float | None, "+-"]
-    formula_s: Annotated[float | None, "formula s"]  # of what is computed, at the rate of the prompt
+    formula_s: Annotated[float | None, "formula s"]  # time of what is computed, at the rate of the prompt
     tokens_computed: Annotated[int, "computed"]
 
 
-_Times = tuple[float, float, float]  # in seconds: of the first token, the mean of the later ones, of all
+_Times = tuple[float, float, float]  # seconds: of the first token, a later one in the mean, and all
 
 
 def compare_cache(
@@ -74,7 +74,7 @@ def _rows(
     engine: "runner.LLMEngine", num_prompt: int, num_tokens: int, found: Sequence[tuple[_Times, _Times]]
 ) -> list[CacheRow]:
     """The rows of a prompt. Without a cache each token is the first one after a longer prompt."""
-    decision, one_per_s = engine.decision, Roofline(inf, 1.0)  # with which seconds are FLOPs
+    decision, one_per_s = engine.decision, Roofline(inf, 1.0)  # a rate of 1: seconds are FLOPs
     floor = StepFloor.of(decision.own, decision.footprint, one_per_s, kv_dtype=decision.plan.kv_dtype)
     ends = range(num_prompt, num_prompt + num_tokens)
     prompts = [floor.seconds([(0, end)], 1) for end in ends]

@@ -288,7 +288,7 @@ def _with_host_time(engine: "runner.LLMEngine", tokenizer: Tokenizer, found: Ste
     their steps."""
     num_tokens = len(tokenizer.encode(_ROW_TEXT))
     most, each_s = found.prompts[-1]
-    rows_s = _NUM_ROWS * num_tokens * each_s / most  # what their prompts take
+    rows_s = _NUM_ROWS * num_tokens * each_s / most  # seconds of their prompts
     longer = min(
         _LONGER, engine.limits.max_model_len // (2 * num_tokens + 2), int(_MOST_ROWS_S / (rows_s or _MOST_ROWS_S))
     )

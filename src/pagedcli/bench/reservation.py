@@ -38,7 +38,7 @@ _CACHES: dict[str, Callable[[int, Limits, Emit | None], Cache]] = {
     "paged, nothing shared": unshared_cache,
     "paged": make_cache,
 }
-_FOR_BLOCKS = ("free_blocks", "preemption")  # what the first in the queue waits for
+_FOR_BLOCKS = ("free_blocks", "preemption")  # reasons for which the first in the queue waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,16 @@ class _Core(EngineCore):
         self.spec = engine.spec
 
     def _admitted(
-        self, request_id: str, prompt: Items[int], params: SamplingParams, continuations: Items[Items[int]] | None
+        self,
+        request_id: str,
+        prompt: Items[int],
+        params: SamplingParams,
+        continuations: Items[Items[int]] | None,
+        row_id: str | None,
     ) -> int:
         if params.beam_width is not None or continuations is not None:
             raise RequestError("unsupported_parameter", "beams and continuations always share blocks: not compared")
-        return super()._admitted(request_id, prompt, params, continuations)
+        return super()._admitted(request_id, prompt, params, continuations, row_id)
 
 
 def compare_caches(

@@ -75,7 +75,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> "Spread | None":
-        """None if a pass has no value."""
+        """The spread of the passes' values; None if a pass has none."""
         known = [value for value in values if value is not None]
         return None if len(known) < len(values) or not known else cls(min(known), statistics.median(known), max(known))
 

@@ -12,10 +12,12 @@ import yaml
 from pagedcli import show
 from pagedcli.batch.job import Job
 from pagedcli.batch.lines import file_of_prompt
-from pagedcli.cli.cluster import run_cluster_job
+from pagedcli.buckets import is_url
+from pagedcli.cli.cluster import parse_workers, queue_workers, run_cluster_job
 from pagedcli.cli.dump_kv import Dump, table_width
 from pagedcli.cli.notify import notifying
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
+from pagedcli.cli.queue import run_queue_job, show_queue, work_here
 from pagedcli.cli.run_flags import GenerateOptions, ShownFormat, is_prompt
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.show_prompt import show_prompt
@@ -58,6 +60,11 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         return
     if options.dry_run:
         raise typer.Exit(_dry_run(options.input_name, loaded, options.format_))
+    if options.status:
+        if options.queue is None:
+            raise UsageError("--status needs --queue")
+        show_queue(options.queue, _as_table("--status", options.format_))
+        return
     if options.output_file == "":
         raise UsageError("the output has no name: -o ''", hint="-o takes the name of a file; - is stdout")
     dump = Dump.of(options.dump_kv, options.steps, options.every)
@@ -91,8 +98,8 @@ def _run_job(
     tables_format: Format,
 ) -> int:
     """Run the job here or on a cluster, and return the exit code."""
-    if options.ray or options.ray_address is not None:
-        return _run_on_cluster(job, options)
+    if options.ray or options.ray_address is not None or options.queue is not None:
+        return _run_in_parts(job, options)
     job.check_files()
     with ExitStack() as stack:
         printer = _step_printer(dump, tables_format, rows_on_stdout=job.output is None) if dump.as_tables else None
@@ -109,24 +116,29 @@ def _run_job(
         )
 
 
-def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
+def _run_in_parts(job: Job, options: GenerateOptions) -> int:
+    what = "--ray" if options.queue is None else "--queue"
     if job.output is None:
-        raise UsageError("--ray writes a folder of parts: specify it with -o")
+        raise UsageError(f"{what} writes a folder of parts: specify it with -o")
     unsupported = options.dump_kv is not None or options.kv_events is not None or job.reuse
     if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1) or job.num_verified:
-        raise UsageError(
-            "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --reuse, --shard or --verify"
-        )
+        others = "--record, --dump-kv, --kv-events, --metrics, --reuse, --shard or --verify"
+        raise UsageError(f"{what} cannot be combined with {others}")
     run = job.loaded.config.run
     if run.sample_rows:
-        raise UsageError("--ray cannot be combined with run.sample_rows")
+        raise UsageError(f"{what} cannot be combined with run.sample_rows")
     if run.deduplicate:
-        raise UsageError("--ray cannot be combined with --deduplicate: equal rows may be in different parts")
+        raise UsageError(f"{what} cannot be combined with --deduplicate: equal rows may be in different parts")
     if run.order != "input" or run.reorder != "none" or run.read_ahead is not None:
         raise UsageError(
-            "--ray cannot be combined with --order, --reorder or run.read_ahead: it groups rows by prefix itself"
+            f"{what} cannot be combined with --order, --reorder or run.read_ahead: it groups rows by prefix itself"
         )
-    return run_cluster_job(job, job.output, options.ray_address, options.workers)
+    output, workers = str(options.output_file), parse_workers(options.workers)
+    if options.queue is None and not is_url(output):
+        return run_cluster_job(job, job.output, options.ray_address, workers)
+    url, on_cluster = options.queue or f"{output.rstrip('/')}/.queue", options.ray or options.ray_address is not None
+    work = queue_workers(url, options.ray_address, workers) if on_cluster else work_here
+    return run_queue_job(job, output, url, workers[1], work)
 
 
 def _tables_format(dump: Dump, format_: ShownFormat) -> Format:

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from itertools import groupby
 from typing import Annotated, Any
@@ -175,8 +175,9 @@ class _Command(TyperCommand):
             if named[0] not in (*sections, _ALL):
                 ctx.fail(f"The help has no section '{named[0]}'. Sections: {', '.join((*sections, _ALL))}.")
             ctx.meta["help section"] = named[0]
+        has_urls = any("://" in word for word in args)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except Exception as error:
             from pagedcli.cli.options import key_without_flag
 
@@ -184,6 +185,16 @@ class _Command(TyperCommand):
             if (key := key_without_flag(flag)) is not None:
                 ctx.fail(f"{flag} is not a flag: set {key} in the configuration file (-C).")
             raise
+        if has_urls:
+            from pagedcli.cli.urls import with_local_files
+
+            with_local_files(ctx.info_name or "", ctx.params)
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        urls = sys.modules.get("pagedcli.cli.urls")  # not loaded: no parameter is a URL
+        with nullcontext() if urls is None else urls.sending():
+            return super().invoke(ctx)
 
     def _sections(self, ctx: Any) -> dict[str, list[Any]]:
         """Section -> its flags, of a command with many; the name is the last word of the panel's title."""

@@ -15,7 +15,7 @@ from pagedcli.cli.options import ConfigFile, option
 from pagedcli.errors import UsageError
 
 _file, _inspection, _cluster = (
-    partial(option, panel=panel) for panel in ("Files", "Inspection", "Ray (docs/distributed.md)")
+    partial(option, panel=panel) for panel in ("Files", "Inspection", "Many machines (docs/distributed.md)")
 )
 
 
@@ -29,6 +29,9 @@ _VERIFY_HELP = "Generate N rows again at the end, each alone, and compare tokens
 _NOTIFY_HELP = "Run this shell command when the run ends, even on failure. Sets PAGEDCLI_EXIT_CODE, PAGEDCLI_ROWS, ..."
 _KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay uses the next port."
 _FORMAT_HELP = "Format for --show-*, --dry-run and --dump-kv; yaml: --show-config only; csv: not for --dump-kv."
+_WORKERS_HELP = "Number of workers, one engine each; 2-8: as many as the cluster has room for and parts are left for."
+_QUEUE_HELP = "Share the run with all machines that name this folder or s3://, gs:// URL; -o names a folder of parts."
+_STATUS_HELP = "Only show what is left of the run of --queue, who works on it, and for how long."
 _SHOW_PROMPT_HELP = "Only show what the model would see of this line, its tokens, and how many the chat template adds."
 _SHOW_HELP = "Show the effective configuration and the source of each value, then exit."
 
@@ -81,9 +84,9 @@ class GenerateOptions:
     ray_address: Annotated[
         str | None, _cluster(help="Run on an existing Ray cluster, e.g. 'auto'.", metavar="ADDRESS")
     ] = None
-    workers: Annotated[
-        int, _cluster(help="Number of workers, one engine each.", metavar="N", min=1, show_default=True)
-    ] = 2
+    workers: Annotated[str, _cluster(help=_WORKERS_HELP, metavar="N|A-B", show_default=True)] = "2"
+    queue: Annotated[str | None, _cluster(help=_QUEUE_HELP, metavar="FOLDER")] = None
+    status: Annotated[bool, _cluster("--status", help=_STATUS_HELP)] = False
     config: ConfigFile = None
     show_config: Annotated[bool, _inspection("--show-config", help=_SHOW_HELP)] = False
     format_: Annotated[ShownFormat, _inspection("--format", help=_FORMAT_HELP, show_default=True)] = "table"

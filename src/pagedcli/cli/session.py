@@ -27,6 +27,7 @@ from pagedcli.cli.summary import (
     say_summary,
     write_summary,
 )
+from pagedcli.cli.urls import send_complete
 from pagedcli.errors import EXIT_BAD_ROWS, EXIT_FATAL, UsageError
 from pagedcli.events import Emit
 from pagedcli.planning.step_time import TimeKey
@@ -93,6 +94,7 @@ def run_job(
         observe_told([*failed_rows(result.stats), *(cure.text for cure in cures)])
         if job.summary_json is not None:
             write_summary(job.summary_json, result, findings, cures)
+        send_complete()
         _say_rows(job, sink, result)
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
             return EXIT_FATAL

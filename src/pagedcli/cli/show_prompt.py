@@ -11,6 +11,7 @@ from pagedcli.batch.line_sample import sample_lines
 from pagedcli.batch.lines import Line, copied
 from pagedcli.batch.prompts import limits_without_pool, open_prompts, open_source, open_tokenizer
 from pagedcli.batch.requests import BatchRow, decode_line, request_of
+from pagedcli.buckets import is_url
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.models.hub import model_folder
@@ -35,7 +36,8 @@ def show_prompt(loaded: LoadedConfig, input_name: str, number: int, format_: For
     """Print the first prompt of the row in a line. Raises: UsageError, ModelError."""
     engine, folder = loaded.config.engine, model_folder(loaded.config.engine)
     limits = limits_without_pool(engine, read_spec(folder, trust_remote_code=engine.trust_remote_code))
-    columns, input_name = Columns.of(loaded.config.run), str(copied(Path(input_name)))
+    columns = Columns.of(loaded.config.run)
+    input_name = input_name if is_url(input_name) else str(copied(Path(input_name)))
     tokenizer, source = open_tokenizer(loaded.config, folder), open_source(input_name, columns)
     line = next((line for line in source if line.number == number), None)
     if line is None:

@@ -7,7 +7,6 @@ WorkerGroup on several; a simulation computes nothing. Needs no torch and no dev
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -405,5 +404,5 @@ def prompt_rows(
     scored, places = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
     states, ids = np.array(pooled, dtype=np.int64), np.array(token_ids, dtype=np.int64)
     wanted = np.union1d(np.union1d(sampled, scored), states).astype(np.int64)
-    place = partial(np.searchsorted, wanted)
+    place = wanted.searchsorted
     return wanted, PromptRows(place(sampled), place(scored), place(states), places, ids, tuple(pieces))

@@ -25,7 +25,7 @@ def prepare(job: Job, folder: PartFolder, num_workers: int) -> dict[str, int]:
     columns = Columns.of(config.run)
     lines = open_source(job.input_name, columns)
     if lines.is_live:
-        raise UsageError("--ray needs a file or folder as input, because it reads it more than once")
+        raise UsageError("a run in parts needs a file or folder as input, because it reads it more than once")
     kept = KeptColumns(lines, columns, in_rows=not isinstance(lines, ParquetSource))
     carried = ParquetRows(lines, columns).carried_as if isinstance(lines, ParquetSource) else {}
     model = model_folder(config.engine)

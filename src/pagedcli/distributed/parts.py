@@ -33,7 +33,7 @@ from pagedcli.later import pyarrow as pa
 from pagedcli.line_files import NOT_JSON
 
 SCHEMA_VERSION = 1
-_MANIFEST, _ROWS, _WORK = "manifest.json", "rows.u64", ".work"
+MANIFEST, ROWS, WORK = "manifest.json", "rows.u64", ".work"
 _BUFFER_BYTES = 64 * 2**20  # buffers of all parts together
 _TOO_LONG, _DUPLICATE, _GOOD = b"x", b"d", b"-"
 
@@ -52,6 +52,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parts(self) -> int:
         return len(self.num_rows)
+
+    def part(self, number: int) -> str:
+        """The name of a part's file."""
+        return f"part-{number:05}{self.suffix}"
 
     def shard(self, part: int) -> str:
         return f"{part + 1}/{self.num_parts}"
@@ -81,7 +85,7 @@ class PartFolder:
         return self._manifest
 
     def part(self, number: int) -> Path:
-        return self.path / f"part-{number:05}{self.manifest.suffix}"
+        return self.path / self.manifest.part(number)
 
     def is_done(self, number: int) -> bool:
         """Whether the part is complete: its record is written before it, its journal removed after it."""
@@ -95,11 +99,11 @@ class PartFolder:
         """Row indexes of a part, with rows that share a prefix next to each other."""
         start = sum(self.manifest.num_rows[:number])
         count = self.manifest.num_rows[number]
-        return np.fromfile(self.path / _ROWS, "<i8", count, offset=8 * start).astype(np.int64)
+        return np.fromfile(self.path / ROWS, "<i8", count, offset=8 * start).astype(np.int64)
 
     def part_of_row(self) -> Ints:
         """The part of each row of the input."""
-        rows = np.fromfile(self.path / _ROWS, "<i8")
+        rows = np.fromfile(self.path / ROWS, "<i8")
         parts = np.empty(len(rows), np.int64)
         parts[rows] = np.repeat(np.arange(self.manifest.num_parts), self.manifest.num_rows)
         return parts
@@ -117,6 +121,11 @@ class PartFolder:
         """The rows of a part of a table, with all columns."""
         return ParquetSource(str(self._input(number).with_suffix(".parquet")), columns=columns)
 
+    def inputs(self, number: int) -> list[Path]:
+        """The files with the input of a part."""
+        lines = self._input(number)
+        return [lines, lines.with_suffix(".parquet")] if self.manifest.suffix == ".parquet" else [lines]
+
     # ------------------------------------------------------------------ changes
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
@@ -124,7 +133,7 @@ class PartFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"the output {self.path} is a file, but a distributed run writes a folder of parts")
         if not self.is_cut:
-            found = sorted(set(os.listdir(self.path)) - {_WORK, _ROWS}) if self.path.exists() else []
+            found = sorted(set(os.listdir(self.path)) - {WORK, ROWS}) if self.path.exists() else []
             if found:
                 raise UsageError(
                     f"the folder {self.path} contains {found[0]}", hint="name a new or empty folder with -o"
@@ -137,11 +146,9 @@ class PartFolder:
     def clear(self) -> None:
         """Remove only the files of an earlier run."""
         for number in range(self.manifest.num_parts if self.is_cut else 0):
-            path = self.part(number)
-            for each in (path, record_path(path), journal_path(path)):
-                each.unlink(missing_ok=True)
-        (self.path / _MANIFEST).unlink(missing_ok=True)
-        (self.path / _ROWS).unlink(missing_ok=True)
+            self.remove(number)
+        (self.path / MANIFEST).unlink(missing_ok=True)
+        (self.path / ROWS).unlink(missing_ok=True)
         self.remove_work()
         self._manifest = None
 
@@ -150,8 +157,8 @@ class PartFolder:
     ) -> None:
         """Write the input lines of each part, then the manifest."""
         self.path.mkdir(exist_ok=True)
-        (self.path / _WORK).mkdir(exist_ok=True)
-        np.concatenate(parts).astype("<i8").tofile(self.path / _ROWS)
+        (self.path / WORK).mkdir(exist_ok=True)
+        np.concatenate(parts).astype("<i8").tofile(self.path / ROWS)
         part_of_row = np.empty(sum(map(len, parts)), np.int64)
         for number, rows in enumerate(parts):
             part_of_row[rows] = number
@@ -167,16 +174,22 @@ class PartFolder:
             costs=costs,
             local_time=datetime.now(),
         )
-        for folder in (self.path / _WORK, self.path):  # The manifest, written next, says that they are complete.
+        for folder in (self.path / WORK, self.path):  # The manifest, written next, says that they are complete.
             sync_files(folder)
-        with whole_file(self.path / _MANIFEST, overwrite=True) as file:
+        with whole_file(self.path / MANIFEST, overwrite=True) as file:
             file.write(msgspec.json.format(msgspec.json.encode(self.manifest)) + b"\n")
 
+    def remove(self, number: int) -> None:
+        """Remove a part, what belongs to it and its input."""
+        path = self.part(number)
+        for each in (path, record_path(path), journal_path(path), *self.inputs(number)):
+            each.unlink(missing_ok=True)
+
     def remove_work(self) -> None:
-        shutil.rmtree(self.path / _WORK, ignore_errors=True)
+        shutil.rmtree(self.path / WORK, ignore_errors=True)
 
     def _input(self, number: int) -> Path:
-        return self.path / _WORK / f"part-{number:05}.in"
+        return self.path / WORK / f"part-{number:05}.in"
 
     def _cut_lines(self, lines: LineSource, part_of_row: Ints, duplicates: set[int], num_parts: int) -> None:
         buffers: list[list[bytes]] = [[] for _ in range(num_parts)]
@@ -229,7 +242,7 @@ class PartFolder:
             write()
 
     def _read_manifest(self) -> Manifest | None:
-        path = self.path / _MANIFEST
+        path = self.path / MANIFEST
         if not path.exists():
             return None
         try:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -19,9 +20,12 @@ import ray.data
 import ray.exceptions
 
 from pagedcli.batch.stats import BatchStats
+from pagedcli.buckets import Folder
 from pagedcli.config import LoadedConfig
+from pagedcli.distributed.queue import Queue, read_terms
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError
+from pagedcli.line_files import COPIES
 
 _PARTS_AT_ONCE = 2  # per worker: the next part's rows fill the engine while the last rows of one finish
 _OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only numbers and counters go through it
@@ -31,7 +35,8 @@ _OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only numbers an
 class WorkerPool:
     """The workers of a run."""
 
-    num_workers: int
+    least: int
+    most: int
     num_cpus: int  # per worker
     num_gpus: int  # per worker
 
@@ -45,8 +50,8 @@ def cluster(address: str | None, pool: WorkerPool) -> Iterator[None]:
     if address is None:
         options = {
             "address": "local",
-            "num_cpus": pool.num_cpus * pool.num_workers,
-            "num_gpus": pool.num_gpus * pool.num_workers,
+            "num_cpus": pool.num_cpus * pool.most,
+            "num_gpus": pool.num_gpus * pool.most,
             "object_store_memory": _OBJECT_STORE_BYTES,
             "include_dashboard": False,
         }
@@ -79,18 +84,20 @@ class RayRun:
     """Runs the remaining parts on the connected cluster. `runs`: the counters of each worker after its last part, by
     worker and process, as a restarted worker counts from 0."""
 
-    def __init__(self, folder: Path, loaded: LoadedConfig, parts: list[int], pool: WorkerPool) -> None:
+    def __init__(self, folder: Path | str, loaded: LoadedConfig, parts: list[int], pool: WorkerPool) -> None:
+        """`folder`: of the parts, or the URL of their queue, from which each worker takes the next one."""
         ray.data.DataContext.get_current().enable_progress_bars = False
         # Workers take turns: in this order each begins with a share of neighbours, whose prefixes are alike.
-        num_workers = min(pool.num_workers, len(parts))
-        stride = -(-len(parts) // num_workers)
+        most = min(pool.most, len(parts))
+        stride = -(-len(parts) // most)
         items = [{"part": part} for start in range(stride) for part in parts[start::stride]]
         self._dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             _PartActor,
             batch_size=1,
             fn_constructor_args=(folder, loaded),
             compute=ray.data.ActorPoolStrategy(
-                size=num_workers,
+                min_size=min(pool.least, most),
+                max_size=most,
                 max_tasks_in_flight_per_actor=_PARTS_AT_ONCE,
                 max_concurrent_calls_per_actor=_PARTS_AT_ONCE,
                 enable_true_multi_threading=True,
@@ -129,13 +136,24 @@ class RayRun:
 class _PartActor:
     """A worker as a callable class for Ray Data: loaded once, called with one part after another."""
 
-    def __init__(self, folder: Path, loaded: LoadedConfig) -> None:
-        self._worker = Worker(folder, loaded)
+    def __init__(self, folder: Path | str, loaded: LoadedConfig) -> None:
         self._name = ray.get_runtime_context().get_actor_id()
+        self._queue: Queue | None = None
+        if isinstance(folder, str):
+            terms, self._local = read_terms(at := Folder(folder)), TemporaryDirectory(prefix=COPIES)
+            assert terms is not None, "the input has been cut"
+            self._queue, folder = Queue(at, terms), Path(self._local.name)
+            self._queue.open(folder)
+            self._renewing = self._queue.leases.renewed()
+            self._renewing.__enter__()  # until the process ends
+        self._worker = Worker(folder, loaded)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for part in batch["part"].tolist():
-            self._worker.run_part(part)
+            if self._queue is None:
+                self._worker.run_part(part)
+            else:
+                self._queue.run_next(self._worker)
         process = f"{os.uname().nodename}:{os.getpid()}"
         return {"worker": [self._name], "process": [process], "stats": [pickle.dumps(self._worker.stats)]}
 

@@ -58,6 +58,10 @@ class Worker:
         """Stop unfinished parts; finished rows are kept."""
         self._stream.stop()
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stream.is_stopped
+
     def run_part(self, number: int) -> bool:
         """Process a part, or the rest of it. Returns False if the worker was stopped before its end."""
         if self._folder.is_done(number):

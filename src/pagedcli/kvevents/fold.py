@@ -95,7 +95,7 @@ class Publisher:
 class Applied:
     """A message that changes the caches of a publisher."""
 
-    number: int  # of the messages of all publishers
+    number: int  # its place among the messages of all publishers
     events: Sequence[wire.KVEvent]
     is_restarted: bool  # whether it is the first one after a restart
 
@@ -345,8 +345,8 @@ class KVState:
                 self._new_now.add((group, block_hash))
 
     def _count_vetoes(self, publisher: Publisher) -> None:
-        """A block that was computed again while its cache group had it, but another group did not: that one was needed
-        for a hit, too. Two requests that compute the same at once are no such case: all groups have it then."""
+        """Count blocks that were computed again while their cache group had them, as another group did not: a hit needs
+        both. Two requests that compute the same at once are no such case: all groups have it then."""
         for group, block_hash in self._copied_now:
             for name, tree in publisher.trees.items():
                 node = tree.nodes.get(block_hash)

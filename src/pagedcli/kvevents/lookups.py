@@ -153,7 +153,7 @@ class _Publisher:
         self._salts: dict[wire.BlockHash, str] = {}  # salt of each block of a request with one
         self._open: dict[wire.BlockHash, SeenRequest] = {}  # requests by the last block that they stored
         self._just_stored: set[wire.BlockHash] = set()  # blocks of the message before
-        self._num_copies: Counter[int] = Counter()  # of nodes
+        self._num_copies: Counter[int] = Counter()  # resident copies by node
         self._gone: dict[int, Reason] = {}  # nodes that were stored once, and why they left
         self._ghosts: Ghosts[int] = Ghosts()  # without those that leave in this message, for a request that it stores
         self._leaving: dict[int, None] = {}

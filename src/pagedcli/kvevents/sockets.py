@@ -46,7 +46,7 @@ class Subscriber(Closes):
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sources: dict[zmq.Socket[bytes], int] = {}
-        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # reports lost connections of -> socket
+        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # monitor of lost connections -> its socket
         self._lost: list[int] = []
         try:
             for source, endpoint in enumerate(endpoints):

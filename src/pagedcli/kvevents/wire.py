@@ -124,7 +124,7 @@ def split_frames(frames: Sequence[bytes]) -> Frames:
 def decode_payload(payload: bytes) -> Any:
     """Decode a payload into plain objects. JSON and msgpack differ in the first byte. Raises: WireError."""
     try:
-        if payload[:1] in (b"{", b"["):  # in msgpack these are the numbers 123 and 91, which are not batches
+        if payload[:1] in (b"{", b"["):  # msgpack has the numbers 123 and 91 there, no batches
             return msgspec.json.decode(payload)
         return msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, RecursionError, ValueError, TypeError, OverflowError) as error:

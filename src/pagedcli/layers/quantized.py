@@ -122,7 +122,7 @@ class CodedWeight:
         return out
 
     def _of_inputs(self, of_groups: Tensor) -> Tensor:
-        """[rows, groups] -> float32 [rows, in]."""
+        """The numbers of groups for each of their inputs. Shapes: [rows, groups] -> float32 [rows, in]."""
         if self.groups is not None:
             return of_groups.float()[:, self.groups]
         spread = of_groups.float().unsqueeze(-1).expand(-1, -1, self.group_size)

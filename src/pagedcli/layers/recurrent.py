@@ -32,7 +32,7 @@ class StateStep:
 
     @classmethod
     def of(cls, batch: PagedBatch) -> "StateStep | None":
-        """None for a model without states."""
+        """The places of a batch's states; None for a model without states."""
         if batch.state_reads is None or batch.state_writes is None:
             return None
         assert batch.state_ends is None, "only the native kernels take guesses"

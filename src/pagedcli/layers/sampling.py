@@ -67,7 +67,7 @@ def _run(kernel: Any, logits: Tensor, *arguments: Tensor | None) -> None:
 
 
 def floors(logits: Tensor, temperature: Tensor, limits: SamplingLimits) -> Tensor:
-    """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
+    """The smallest logit that the limits of each row keep, [R] float32; -inf where there are none."""
     if (native := _kernels(logits)) is not None:
         found, top_k = torch.empty(logits.shape[0]), limits.top_k.int().contiguous()
         temperature, top_p, min_p = (each.float().contiguous() for each in (temperature, limits.top_p, limits.min_p))
@@ -123,7 +123,7 @@ def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """By one 64-bit number per token: the float's bits in an order that integers share, then V - 1 - the token id."""
+    """top_tokens by one 64-bit number per token: the float's bits in an order that integers share, then V - 1 - id."""
     last = scores.shape[1] - 1
     bits = scores.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)

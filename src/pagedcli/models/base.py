@@ -25,7 +25,7 @@ class CausalLM(Protocol):
     spec: ModelSpec
     # What each layer requires of the attention backend. The scales of an fp8 cache are set after loading.
     attention_layers: tuple[AttentionLayer, ...]
-    notes: tuple[str, ...]  # what the user should know of how the model runs, one line each
+    notes: tuple[str, ...]  # notes for the user on how the model runs, one line each
     weight_bytes: int  # bytes of all weights, shared ones counted once
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:

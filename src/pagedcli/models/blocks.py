@@ -166,7 +166,7 @@ Body: TypeAlias = Callable[[Tensor, ForwardStep], Tensor]  # the normed residual
 class ResidualBranch:
     """A body that computes what is added to the residual stream next."""
 
-    join: Join  # what comes before it
+    join: Join  # the addition and the norm before it
     body: Body
 
     def __call__(self, hidden: Tensor | None, residual: Tensor, step: ForwardStep) -> Tensor:

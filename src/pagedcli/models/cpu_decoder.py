@@ -144,7 +144,7 @@ class _Builder(Parts):
 
     def __init__(self, request: DecoderRequest, tensors: UnreadTensors, formats: Mapping[str, LayerFormat]) -> None:
         super().__init__(request, request.spec, tensors, formats)
-        self.kept: list[object] = []  # what the structs point into
+        self.kept: list[object] = []  # tensors, layers and structs that the structs point into
         self.weight_bytes = 0
 
     def tables(self) -> tuple[Tensor | None, NativeLinear]:

@@ -276,7 +276,7 @@ class LayerBuilder(TorchParts):
         return weights, torch.stack(biases) if biases else None
 
     def _expert(self, key: str, mlp: Mlp) -> blocks.MlpBody:
-        """Without the sum over the ranks, which is taken once for all experts."""
+        """An expert without the sum over the ranks, which is taken once for all experts."""
         gate_up = self.linear(f"{key}.{mlp.input_name}", gated=mlp.activation in ("silu", "swish"))
         down = self.linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
         return blocks.MlpBody(gate_up, None if gate_up.gated else ACTIVATIONS[mlp.activation], down)

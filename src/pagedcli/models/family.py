@@ -72,7 +72,7 @@ class Llama:
     }
     transformers_only: ClassVar[tuple[str, ...]] = ()  # fields of config.json that, if set, only transformers supports
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported ones
-    own_activation: ClassVar[str | None] = None  # what it is called here; None: as in config.json
+    own_activation: ClassVar[str | None] = None  # its name here; None: that of config.json
     known_layer_types: ClassVar[frozenset[str]] = frozenset()  # entries that layer_types may have; empty: any
     windows: ClassVar[str] = "none"  # the layers that have one, in words
     biases: ClassVar[Biases] = ("attention_bias", "attention_bias", "mlp_bias")
@@ -83,7 +83,6 @@ class Llama:
     gated_mlp: ClassVar[bool] = True
     has_layer_scalars: ClassVar[bool] = False
     names: ClassVar[TensorNames] = LLAMA_NAMES
-    default_rope: ClassVar[dict[str, Any] | None] = None  # rope_parameters of a config.json without them
     partial_rope: ClassVar[bool] = False  # partial_rotary_factor is read
     rope_alpha: ClassVar[bool] = False  # alpha of a dynamic rotary embedding is read, which then depends on no length
     interleaved: ClassVar[bool] = False  # rotary embedding turns the pairs (2i, 2i + 1)
@@ -217,7 +216,6 @@ class Llama:
     def rope(self) -> RopeSpec:
         """The rotary embedding, where layers do not differ in it."""
         said = {name: getattr(self, name) for name in _ROPE_FIELDS}
-        said["rope_parameters"] = said["rope_parameters"] or self.default_rope
         may = {"may_be_partial": self.partial_rope, "may_have_alpha": self.rope_alpha}
         rope = read_rope_spec(said, self.max_position_embeddings, **may)
         growth = rope.query_growth if self.query_growth else 0.0
@@ -279,7 +277,7 @@ class RotatesByWindow(Alternating):
     local_theta: ClassVar[float | None] = None  # rope theta of layers with a window; None: that of full attention
 
     def ropes(self) -> Sequence[RopeSpec | None]:
-        nested, theta = _part(self.rope_parameters or self.default_rope, "rope_parameters"), self.rope_theta or 1e6
+        nested, theta = _part(self.rope_parameters, "rope_parameters"), self.rope_theta or 1e6
         local_theta = self.rope_local_base_freq or self.local_theta or theta
         full = {"rope_theta": theta, **_part(self.rope_scaling, "rope_scaling")}
         full |= _part(nested.get("full_attention"), "full_attention")

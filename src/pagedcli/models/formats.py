@@ -42,7 +42,7 @@ class StoredTensor:
     in_per: int | None = 1  # input features per element: 8 four-bit numbers in an int32, a group that shares a scale
     converts: bool = True  # a floating-point tensor becomes one of the model's dtype
     optional: bool = False  # not every checkpoint has it
-    init: Init = "normal"  # what `--load-format dummy` fills it with
+    init: Init = "normal"  # its content with `--load-format dummy`
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Its shape in the checkpoint. Raises: ModelError if its words would not be full."""

@@ -2,10 +2,11 @@
 
 import functools
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import huggingface_hub
 
+from pagedcli.buckets import copied_once, is_url
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.errors import MissingModelError, ModelError
 from pagedcli.models.gguf.header import check_regular, find_gguf, is_gguf, read_header
@@ -32,6 +33,10 @@ def resolve_model(model: str, *, revision: str | None = None, weights: bool = Tr
     if model == BUILTIN_MODEL:
         return Path(str(files("pagedcli.assets"))) / "demo"
     path = Path(model).expanduser()
+    if is_url(model):
+        if model.startswith("hf://"):
+            return _download(model.removeprefix("hf://"), revision, weights)
+        path = _copied(model, weights)
     if path.name == "config.json" and path.is_file():  # means its folder
         path = path.parent
     if path.is_dir():
@@ -63,7 +68,7 @@ def adapter_folder(config: EngineConfig) -> Path | None:
 @functools.cache
 def _resolved_adapter(adapter: str) -> Path:
     """The folder of an adapter, which is downloaded if it is a Hub id: once, as several ask for it."""
-    folder = Path(adapter).expanduser()
+    folder = _copied(adapter, True) if is_url(adapter) else Path(adapter).expanduser()
     if not folder.is_dir():
         if _looks_like_path(adapter):
             raise MissingModelError(f"no adapter folder at {folder}", hint="check the path given with --adapter")
@@ -101,6 +106,16 @@ def check_files(folder: Path) -> None:
     for path in paths:
         if path.name.endswith(_SUFFIXES):
             check_regular(path)
+
+
+@functools.cache
+def _copied(url: str, weights: bool) -> Path:
+    """A folder of a bucket, copied into the user's cache once."""
+    unwanted = ("*/*",) if weights else ("*/*", "*.safetensors", "*.gguf")
+    folder = copied_once(url, lambda name: name.endswith(_SUFFIXES) and not any(map(PurePath(name).match, unwanted)))
+    if not any(folder.iterdir()):
+        raise MissingModelError(f"no model folder at {url}", hint="name the folder that has its config.json")
+    return folder
 
 
 def _looks_like_path(model: str) -> bool:

@@ -23,7 +23,7 @@ class Mlp:
     activation: str
     gated: bool = True
     bias: bool = False
-    # of the gate and of the result; weights are multiplied when they are read
+    # factors of the gate and of the result, by which weights are multiplied when they are read
     factors: tuple[float, float] = (1.0, 1.0)
 
     @property

@@ -342,7 +342,7 @@ def _of_model_optimizer(where: Path) -> dict[str, Any] | None:
 
 
 def _modelopt(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
-    """Of thousands of named layers, those of one format are one entry."""
+    """The formats of a ModelOpt checkpoint: of thousands of named layers, those of one format are one entry."""
     fields = convert(content, _ModelOpt, where)
     skipped = tuple(map(_wildcards, (*(fields.ignore or ()), *(fields.exclude_modules or ()))))
     if (fields.quant_algo or "").upper() != "MIXED_PRECISION":

@@ -42,7 +42,7 @@ def _folder_spec(path: Path, trust_remote_code: bool) -> ModelSpec:
         return native_spec(path, config, model_type)
     quantization = read_quantization(config, path / "config.json")
     if quantization is not None or config.get("quantization_config"):
-        method = "bitsandbytes" if quantization is None else quantization.method
+        method = "bitsandbytes" if quantization is None else quantization.formats[0].method
         raise refusal(path / "config.json", method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this may load transformers
     return models.transformers_fallback.read_fallback_spec(path, trust_remote_code=trust_remote_code)
@@ -75,7 +75,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     for name, allowed in kind.unsupported.items():
         if config.get(name) and config[name] not in allowed:
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
-    said = {kind.renamed.get(name, name): value for name, value in config.items()}
+    said = {kind.renamed.get(name, name): value for name, value in config.items() if value or name != "rope_parameters"}
     fields = convert(defaults().get(text_type, {}) | said, kind, where)
     if architectures[0] not in (family.architecture, family.architecture.replace("ForCausalLM", "Model")):
         raise ModelError(

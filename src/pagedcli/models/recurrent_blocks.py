@@ -58,7 +58,7 @@ class GatedDeltaNet:
         return self.out(fused.recurrence(*arguments, z=inner, norm=(self.norm, self.eps)))
 
     def _mixed(self, inner: Tensor, gates: Tensor, conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
-        """[T, I], in torch."""
+        """The result [T, I] before the last projection, in torch."""
         shape = self.shape
         if self.columns is not None:
             inner, gates = (y.index_select(1, order) for y, order in zip((inner, gates), self.columns, strict=True))
@@ -118,7 +118,7 @@ class KimiDeltaAttention:
         matrix: Tensor,
         slots: StateStep,
     ) -> Tensor:
-        """[T, I], in torch."""
+        """The result [T, I] before the last projection, in torch."""
         size = self.shape.key_dim
         mixed = causal_conv(inner, self.conv, None, conv, slots, silu=True)
         q, k, v = (_heads(part, size) for part in mixed.chunk(3, dim=1))
@@ -155,7 +155,7 @@ class MambaMixer:
         return self.out(fused.gate_then_norm(y, self.norm, gate, shape.gate_group, self.eps))
 
     def _mixed(self, parts: Sequence[Tensor], conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
-        """[T, I], in torch."""
+        """The result [T, I] before the last projection, in torch."""
         shape, (gate, mixed, raw) = self.shape, parts
         mixed = causal_conv(mixed, self.conv, self.conv_bias, conv, slots, silu=True).float()
         groups = shape.num_key_heads * shape.key_dim

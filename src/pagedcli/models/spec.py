@@ -20,7 +20,7 @@ from pagedcli.models.tensors import LLAMA_NAMES, NormStyle, TensorNames
 
 Recurrent = GatedDelta | KimiDelta | Mamba2 | ShortConv
 Mixer = Attention | Recurrent  # LatentAttention is an Attention
-# where the mixer and the MLP are normed; shared: one norm is before both, whose results are added together
+# Places of the norms of mixer and MLP; shared: one norm is before both, whose results are added together
 NormPlaces = Literal["before", "after", "around", "shared"]
 
 

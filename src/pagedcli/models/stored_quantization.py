@@ -93,7 +93,7 @@ class StoredQuantization(Packing, LayerFormat):
         return None
 
     def row_bytes(self, num_columns: int, itemsize: int, kernels: Kernels) -> int:
-        """On a CPU as NativeLinear packs it, see its _pack_codes."""
+        """The bytes of a row; on a CPU as NativeLinear._pack_codes packs it."""
         if kernels != "cpu":
             size, group_bytes = self.group_size, {"mxfp4": 2, "nvfp4": 4, "mxfp8": 4}.get(self.layout, 3)
             if self.layout == "float8":
@@ -116,11 +116,6 @@ class Quantization(WeightFormat):
     formats: tuple[StoredQuantization, ...]
     has_cache_scales: bool = False  # whether it has scales for a KV cache of 8 bits, which are not used
     _found: dict[str, LayerFormat] = field(default_factory=dict, init=False, repr=False, compare=False)  # by module
-
-    @property
-    def method(self) -> str:
-        """quant_method, with the format of compressed-tensors."""
-        return self.formats[0].method
 
     @functools.cached_property
     def name(self) -> str:

@@ -85,7 +85,7 @@ class NormStyle:
     centred: Literal["no", "plain", "biased"] = "no"  # norms of layers also subtract the mean, and may add a bias
     in_float32: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
     offset: bool = False  # the weights are stored less 1
-    offset_last: bool = True  # so are those of the last norm, if any are
+    offset_last: bool = True  # the weights of the last norm are, too, if any are
     added_eps: float | None = None  # eps of the norms of what is added to the residual; None: the same
 
 

@@ -36,7 +36,7 @@ _UNUSED = (
 class WeightSource(Protocol):
     """Fills the tensors of a decoder."""
 
-    notes: tuple[str, ...]  # what a user should know of what load read
+    notes: tuple[str, ...]  # notes for the user on what load has read
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device

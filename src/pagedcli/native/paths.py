@@ -25,8 +25,6 @@ NAMES = {
     Path.INT8_VECTOR: "int8 dot products",
     Path.INT8_TILES: "int8 tiles",
 }
-
-
 BF16_PATHS = (Path.FMA, Path.BF16_DOT, Path.BF16_TILES)  # paths with products of bfloat16
 INT8_PATHS = (Path.INT8_VECTOR, Path.INT8_TILES)
 

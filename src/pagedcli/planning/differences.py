@@ -51,7 +51,7 @@ _MOST_SHARED = 0.9  # share of the longest common beginning that a shorter one o
 _MOST_LAST_LINE = 20  # characters of a last line such as `Answer:`, before which texts are inserted
 _PUNCTUATION = ".,;:!?)]}\"'"
 MARK = re.compile(r"<[|｜][^|｜<>]{1,40}[|｜]>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|\[/?INST\]|<</?SYS>>")
-_ROLE = r"(?:(?:system|developer|user|assistant|model|tool)?\n+)?"  # what follows a mark
+_ROLE = r"(?:(?:system|developer|user|assistant|model|tool)?\n+)?"  # the role that follows a mark
 _END_OF_SENTENCE = re.compile(r"\n|[.!?](?=\s)[^\S\n]?")
 
 
@@ -248,10 +248,8 @@ def moved(
 ) -> list[str]:
     """The texts with what differs at the place moved to the end of what each shares with any other, but within its
     message: behind a mark it would be said by another."""
-    spans: list[TextSpan | None] = []
-    for text in texts:
-        span = place.find(text)
-        spans.append(unit_around(text, span) if span is not None and has_words else span)
+    places = zip(texts, map(place.find, texts), strict=True)
+    spans = [unit_around(text, span) if span is not None and has_words else span for text, span in places]
     bases = [
         text if span is None else text[: span[0]] + text[span[1] :] for text, span in zip(texts, spans, strict=True)
     ]

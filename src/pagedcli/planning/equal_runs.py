@@ -4,6 +4,7 @@ Used by answers.divergence. Works on rolling hashes, a batch of prompts at a tim
 hashes of its blocks, and of about one window in `block_size / 2` tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,14 +96,10 @@ def common_suffix(a: str, b: str) -> int:
 
 
 def _common(most: int, is_equal: Callable[[int], bool]) -> int:
-    low, high = 0, 1
+    high = 1
     while high <= most and is_equal(high):
-        low, high = high, 2 * high
-    high = min(high - 1, most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_equal(middle) else (low, middle - 1)
-    return low
+        high *= 2
+    return bisect_left(range(min(high, most + 1)), True, high // 2, key=lambda num: not is_equal(num)) - 1
 
 
 # ---------------------------------------------------------------------- rolling hashes

@@ -337,7 +337,7 @@ def message_rows(reader: CaptureReader) -> Iterator[Figures]:
             "num_removed_blocks": after["num_removed"] - before["num_removed"],
             "num_tokens_computed_twice": after["num_tokens_again"] - before["num_tokens_again"],
             "num_blocks_stored_again": again, "num_resident_blocks": state.num_resident,
-            # of a full list, which drops its oldest note for a new one, only the last one may be new
+            # a full list drops its oldest note for a new one: only its last one may be new
             "notes": [*state.notes][num_notes if len(state.notes) < (state.notes.maxlen or 0) else -1 :],
         }  # fmt: skip
         before, num_notes = after, len(state.notes)

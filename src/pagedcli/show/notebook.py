@@ -210,7 +210,7 @@ class Film:
         return template.replace("{{frames}}", base64.b64encode(packed).decode())
 
     def _repr_html_(self) -> str:
-        ratio = self.frames[0].width / (self.frames[0].height + 60)  # and the controls
+        ratio = self.frames[0].width / (self.frames[0].height + 60)  # 60 for the controls
         style = f"width: 100%; max-width: 1000px; aspect-ratio: {ratio:.3f}; border: 0"
         return f'<iframe style="{style}" srcdoc="{escape(self.page())}"></iframe>'
 

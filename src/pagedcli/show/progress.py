@@ -50,7 +50,7 @@ def rows_text(stats: BatchStats) -> str:
 
 
 def average_pace(stats: BatchStats) -> float | None:
-    """As if the rows that are left took as long as those that are done."""
+    """The seconds left, if the other rows take as long as those that are done."""
     if stats.num_rows is None or not stats.num_done:
         return None
     return (stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done

@@ -67,7 +67,7 @@ class TraceRow(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Self | None:
-        """None: the record is no request, and is skipped."""
+        """The row of a record; None: it is no request, and is skipped."""
         return msgspec.convert(record, cls)
 
 

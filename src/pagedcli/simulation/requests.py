@@ -29,7 +29,7 @@ class Request:
     num_prompt_tokens: int
     num_output_tokens: int | None  # None: the trace does not say
     hashes: "array[int]" = field(default_factory=lambda: array("q"))  # chain of each hash block, see Chains
-    token_ids: "array[int] | None" = None  # with those of an only continuation, but for the last one
+    token_ids: "array[int] | None" = None  # prompt, and all of an only continuation but its last token
     output_ids: "list[array[int]] | None" = None  # token ids per sample, as an earlier run generated them
     stopped: list[bool] | None = None  # whether each of these stopped by itself
     max_new_tokens: int | None = None  # the request's own limit; None: its output length

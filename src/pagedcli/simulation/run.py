@@ -61,7 +61,7 @@ class NoExecutor:
         """The token of a row; `fresh`: its number, if it is not known."""
         row = fresh - self._next_token  # place from the end
         seq, place = self.seqs[row], 0
-        while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # after its draft
+        while seq.draft and -row < len(self.seqs) and self.seqs[row - 1] is seq:  # its draft comes before it
             row, place = row - 1, place + 1
         samples, place = self.outputs.get(seq.request_id), seq.num_output_tokens + place
         return fresh if samples is None or place >= len(samples[seq.sample_index]) else samples[seq.sample_index][place]
@@ -176,7 +176,7 @@ class RunResult:
     plan: Plan
     prompt_tokens: Ints
     cached_tokens: "array[int]"  # cached tokens of each prompt, when it was first computed
-    waited_s: "array[float]"  # from arrival to the first step that computed it; steps where these have no time
+    waited_s: "array[float]"  # seconds from arrival to its first computed step; steps where these have no time
     facts: RunFacts
     num_requests: int = 0
     num_refused: int = 0
@@ -199,7 +199,7 @@ class RunResult:
         """(full blocks that hit, full blocks of the prompts)."""
         served, size = self.served(warmup), self.plan.limits.block_size
         cached = np.asarray(self.cached_tokens)[served]
-        # of a prompt that hits in whole, the last token is computed
+        # a prompt that hits in whole computes its last token
         return int((-(-cached // size)).sum()), int((self.prompt_tokens[served] // size).sum())
 
 

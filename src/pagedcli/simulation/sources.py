@@ -106,7 +106,7 @@ class RecordedRequests(View):
         )
         self._by_id[event.request_id] = request
         if event.num_context_tokens is not UNSET:
-            # of a context at least two: those of one token leave no event
+            # a context has at least two: continuations of one token leave no event
             is_single = event.num_prompt_tokens > event.num_context_tokens
             request.continuations = [_continuation(event)] if is_single else [[0], [0]]
         if event.beam_width is None:
@@ -312,7 +312,7 @@ class PromptRequests:
                 self.workload.requests.append(request)
             else:
                 self.left_out += work_of(request)
-        while self.work > self._most_tokens and _span(line.index) >= self._every:  # so that two spans are kept
+        while self.work > self._most_tokens and _span(line.index) >= self._every:  # two spans stay
             self._every *= 2
             self.workload.requests, work = _one_span_of(self._every, self.workload.requests)
             self.left_out += self.work - work

@@ -219,7 +219,7 @@ class Replay:
         self.series = StepSeries()
         self.seqs: list[SeqState] = []  # all sequences of the run, as they were at its end
         self._snapshots: dict[int, Moment] = {-1: self.moment.copy()}  # the snapshots by stop
-        self._most_bytes = snapshot_bytes  # of all snapshots, roughly
+        self._most_bytes = snapshot_bytes  # roughly the bytes of all snapshots
         self._interval = 32  # stops between snapshots
         self._read(source)
 
@@ -291,10 +291,9 @@ class Replay:
 
     def events(self) -> StepEvents:
         step: int | None = None
-        for stop, chunk in zip(self.steps, self._chunks, strict=True):
+        for chunk in self._chunks:
             for line in chunk.splitlines():
                 event = self._decoder.decode(line)
                 if isinstance(event, ev.StepStarted):
                     step = event.step
                 yield step, event
-            step = stop

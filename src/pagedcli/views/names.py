@@ -60,7 +60,7 @@ def find_request(source: EventSource, name: str, where: str) -> NamedRequest:
         for event in source:
             found.see(event)
     except TraceError:
-        if event is None:  # not a trace; of a damaged one, what comes before can be shown
+        if event is None:  # not a trace: a damaged one can be shown up to its damage
             raise
     found.check(where)
     return found

@@ -41,7 +41,7 @@ class HitCounts:
 
     @property
     def token_rate(self) -> float | None:
-        # in a rolling window, blocks reused later can exceed those looked up
+        # more than 1 in a rolling window that has the later reuse, but not the lookup
         return min(1.0, self.tokens_hit / self.tokens) if self.tokens else None
 
     @property

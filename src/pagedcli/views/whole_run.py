@@ -316,7 +316,7 @@ class WholeRun(View):
             self._starts_s.append(self._starts_s[-1] + self.series.columns["busy_ns"][-1] * 1e-9)
         lengths = [end - start for start, end in pairwise(self._starts_s)]
         blocked = [WAITING_REASONS[code] for code in self.series.blocked]
-        # for each reason, seconds of the steps before each step when it kept the queue from moving
+        # reason -> per step the seconds before it in which this reason kept the queue from moving
         self._blocked_s = {
             reason: [
                 0.0,

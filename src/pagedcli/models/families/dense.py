@@ -35,15 +35,6 @@ class Mistral(Windowed):
 
 class Ministral3(Mistral):
     query_growth = True
-    default_rope = {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "original_max_position_embeddings": 16384,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    }
 
 
 class Arcee(Llama):
@@ -53,7 +44,6 @@ class Arcee(Llama):
 
 
 class Nemotron(Arcee):
-    partial_rotary_factor = 0.5
     renamed = {"norm_eps": "rms_norm_eps"}
     partial_rope = True
     norm_style = replace(BIASED_NORMS, offset=True)
@@ -66,18 +56,9 @@ class Apertus(Arcee):
     biases = ATTENTION_BIAS
     qk_norm = "heads"
     names = replace(UNGATED, branch_norms=("attention_layernorm", "feedforward_layernorm"))
-    default_rope = {
-        "rope_type": "llama3",
-        "rope_theta": 12e6,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
 
 
 class StableLm(Llama):
-    partial_rotary_factor = 0.25
     use_qkv_bias: bool = False
     use_parallel_residual: bool = False
 
@@ -124,7 +105,7 @@ class Cohere2(RotatesInWindows, Cohere):
 
     @classmethod
     def through_transformers(cls, config: dict[str, Any]) -> bool:
-        """Without windows no layer has a rotary embedding."""
+        """A model without windows would have no rotary embedding in any layer."""
         return config.get("sliding_window", 4096) is None
 
 
@@ -140,7 +121,6 @@ class HunYuanDenseV1(Llama):
 
 class Glm(Llama):
     eos_token_id = (151329, 151336, 151338)
-    partial_rotary_factor = 0.5
     biases = ("attention_bias", False, False)
     partial_rope = True
     interleaved = True
@@ -156,7 +136,6 @@ class Glm4(Glm):
 
 
 class Exaone4(RotatesInWindows):
-    sliding_window_pattern = 4
     biases = UNBIASED
     qk_norm = "heads"
     norm_places: ClassVar[NormPlaces] = "after"
@@ -186,14 +165,6 @@ class Cwm(Alternating):
     sliding_window_pattern = 4
     biases = (False, False, "mlp_bias")
     full_first = True
-    default_rope = {
-        "rope_type": "llama3",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
 
 
 class Qwen2(Windowed):

@@ -13,7 +13,6 @@ from pagedcli.models.spec import LayerInputs, Scales
 
 
 class Gemma4(RotatesByWindow, NamesActivation, Mixture):
-    hidden_activation = "gelu_pytorch_tanh"
     sliding_window_pattern = 6
     global_head_dim: Size = 512
     num_global_key_value_heads: Size | None = None
@@ -39,10 +38,6 @@ class Gemma4(RotatesByWindow, NamesActivation, Mixture):
     has_layer_scalars = True
     expert_names = ExpertNames(block="", router="router.proj")
     routing = {"renormalize": True}
-    default_rope = {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
 
     @property
     def scales(self) -> Scales:

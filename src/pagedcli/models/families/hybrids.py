@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from pagedcli.errors import ModelError
 from pagedcli.models.checkpoint_files import Factor, Size
@@ -25,7 +24,6 @@ StepLimit = float | dict[str, str]  # {"__float__": "Infinity"} is transformers'
 class Qwen3_5(Hybrid):
     """Gated delta nets, and attention with an output gate."""
 
-    partial_rotary_factor = 0.25
     full_attention_interval: int = 4  # one layer in each group of this size attends, where layer_types is absent
     linear_conv_kernel_dim: Size = 4
     linear_key_head_dim: Size = 128
@@ -62,8 +60,6 @@ class Qwen3_5Moe(Qwen3_5, QwenMixture):
 
 
 class Qwen3Next(Qwen3_5, QwenMixture):
-    norm_topk_prob = True
-
     def recurrent(self) -> GatedDelta:
         return replace(super().recurrent(), interleaved=True)
 
@@ -128,7 +124,6 @@ class KimiLinear(Hybrid, DeepseekV3):
 class OlmoHybrid(Hybrid, Olmo2):
     """Gated delta nets between norms before, attention between norms after."""
 
-    num_key_value_heads = None
     rope_theta = 10000.0
     linear_num_key_heads: Size | None = None
     linear_num_value_heads: Size | None = None
@@ -206,28 +201,20 @@ class Lfm2(Hybrid):
 
 class Lfm2Moe(Lfm2, DenseFirst):
     block_auto_adjust_ff_dim = False  # intermediate_size is what it says
-    norm_topk_prob = True
-    num_dense_layers = 2
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
 
     renamed = Mixture.renamed | Lfm2.renamed
     expert_names = ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))
+    routing = {"sigmoid": True, "least_sum": 1e-6}
 
     def experts(self) -> Experts:
-        return replace(
-            super().experts(),
-            sigmoid=True,
-            least_sum=1e-6,
-            has_router_bias=self.use_expert_bias,
-            scale=self.routed_scaling_factor,
-        )
+        return replace(super().experts(), has_router_bias=self.use_expert_bias, scale=self.routed_scaling_factor)
 
 
 class Lfm3(RotatesByWindow, Lfm2):
     """Windows in some layers that attend, and a gate for each head."""
 
-    sliding_window = 256
     block_auto_adjust_ff_dim = False  # intermediate_size is what it says
     use_sandwich_norm: bool = True
     use_attention_gate: bool = True
@@ -235,10 +222,6 @@ class Lfm3(RotatesByWindow, Lfm2):
     renamed = {"norm_eps": "rms_norm_eps"}
     known_layer_types = Lfm2.known_layer_types | {"sliding_attention"}
     biases = ATTENTION_BIAS
-    default_rope = {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
 
     @property
     def tensor_names(self) -> TensorNames:
@@ -270,7 +253,6 @@ class Lfm3(RotatesByWindow, Lfm2):
 class Bamba(Hybrid):
     """Mamba-2."""
 
-    partial_rotary_factor: Any = 0.5
     attn_layer_indices: list[int] | None = None
     mamba_n_heads: Size = 128
     mamba_d_head: Size | str = "auto"  # auto: all heads together are mamba_expand * hidden_size wide
@@ -318,7 +300,6 @@ class Bamba(Hybrid):
 class FalconH1(Bamba):
     """Attention and Mamba-2 of the same norm, and a factor for almost everything."""
 
-    partial_rotary_factor = None
     mamba_d_ssm: Size | None = 1024
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
@@ -387,8 +368,6 @@ class RotatesIfNamed(Llama):
 class GraniteMoeHybrid(RotatesIfNamed, Bamba, GraniteMoe):
     """Its MLP is the shared expert, alone where there are no others."""
 
-    partial_rotary_factor = None
-
     biases = ATTENTION_BIAS
     partial_rope = False
     names = TensorNames(recurrent="mamba", mlp="shared_mlp", projections=("input_linear", "output_linear"))
@@ -409,9 +388,6 @@ class NemotronH(RotatesIfNamed, Bamba, DeepseekMixture):
     use_bias: bool = False
     time_step_min: float = 0.001
     hybrid_override_pattern: str | None = None
-    num_experts = 8
-    num_experts_per_tok = 2
-    moe_intermediate_size = 7688
     moe_shared_expert_intermediate_size: Size = 7688
 
     unsupported = Bamba.unsupported | {"moe_latent_size": ()}
@@ -466,10 +442,6 @@ class NemotronH(RotatesIfNamed, Bamba, DeepseekMixture):
                 "an MLP or a mixture of experts comes first or follows another one, which is not supported"
             )
         super().check()
-
-    @property
-    def tensor_names(self) -> TensorNames:
-        return self.names
 
     @property
     def step_limits(self) -> tuple[float, float]:

@@ -76,7 +76,6 @@ class Qwen2Moe(ListedWindows, QwenMixture):
 class Mellum(RotatesByWindow, QwenMixture):
     rope_theta = 5e5
     sliding_window_pattern = 1
-    norm_topk_prob = True
 
     biases = ATTENTION_BIAS
     local_theta = 1e4
@@ -87,7 +86,6 @@ class Mellum(RotatesByWindow, QwenMixture):
 class Laguna(RotatesByWindow, QwenMixture):
     """Layers differ in their query heads, and the softplus of a projection gates the results of heads."""
 
-    sliding_window = 512
     sliding_window_pattern = 1
     norm_topk_prob = True
     num_attention_heads_per_layer: list[int] | None = None
@@ -98,10 +96,6 @@ class Laguna(RotatesByWindow, QwenMixture):
         ("attention_bias", "moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), ()
     )
     partial_rope = True
-    default_rope = {
-        "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
-        "sliding_attention": {"rope_theta": 1e4},
-    }
     biases = UNBIASED
     qk_norm = "heads"
     expert_names = ExpertNames(router_bias="experts.e_score_correction_bias")
@@ -172,14 +166,6 @@ class GptOss(Alternating, Mixture):
     norm_style = FLOAT_NORMS
     sinks = True
     expert_names = ExpertNames(router="router")
-    default_rope = {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    }
 
     def check(self) -> None:
         super().check()
@@ -238,7 +224,6 @@ class Cohere2Moe(Cohere2, DenseFirst):
 
     rms_norm_eps: float | None = None  # type: ignore[assignment]  # an epsilon of another kind of norm
     layer_norm_eps: float = 1e-5
-    norm_topk_prob = True
     expert_selection_fn: str = "softmax"
     shared_expert_combination_strategy: str = "average"
     prefix_dense_intermediate_size: Size | None = None
@@ -319,8 +304,9 @@ class DeepseekMixture(DenseFirst):
 
     @property
     def tensor_names(self) -> TensorNames:
-        """Layers after the last one only predict further tokens."""
-        return TensorNames(skipped=(f"model.layers.{self.num_hidden_layers}.",))
+        """Layers after the last one only predict further tokens, if such tensors have no names of their own."""
+        last = f"model.layers.{self.num_hidden_layers}."
+        return self.names if self.names.skipped else replace(self.names, skipped=(last,))
 
     def attention(self, i: int) -> Attention:
         return replace(super().attention(i), qk_norm="heads" if self.use_qk_norm else "none")
@@ -333,8 +319,6 @@ class DeepseekMixture(DenseFirst):
 
 class Glm4Moe(DeepseekMixture):
     """GLM-4.5."""
-
-    partial_rotary_factor = 0.5
 
     partial_rope = True
 
@@ -351,10 +335,6 @@ class ExaoneMoe(Exaone4, DeepseekMixture):
     norm_places = "before"
     names = TensorNames(skipped=("mtp.",))
     expert_names = replace(DeepseekMixture.expert_names, router_bias="e_score_correction_bias")
-
-    @property
-    def tensor_names(self) -> TensorNames:
-        return self.names
 
 
 class HyV3(DeepseekMixture):

@@ -188,7 +188,7 @@ def _vectors(kind: str) -> Tensor:
 
 @functools.cache
 def _minuses() -> Tensor:
-    """By eight bits, of which 1 is a minus: eight bytes as one number, 255 for a minus and 0 for none."""
+    """Eight bytes as one number, 255 for a minus and 0 for none, by eight bits, of which 1 is a minus."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return (255 * bits).to(torch.uint8).view(torch.int64).flatten()
 

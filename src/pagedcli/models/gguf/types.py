@@ -27,7 +27,7 @@ class GgmlType(LayerFormat):
     group: int = 0  # neighbours that share a scale; 0: plain numbers
     bits: int = 0  # bits of a code as the CPU kernels keep it
     packed: int = 0  # bytes of 256 inputs there, with their scales (native/packed_groups.h)
-    codes: str = ""  # what a code is
+    codes: str = ""  # meaning of a code, in words
     in_triton: int = 0  # bytes of 256 inputs in the Triton kernels, with their scales; 0: widened there
     scaled: bool = False  # a number of the module multiplies all of its weight
 
@@ -101,7 +101,7 @@ REFUSED = {
 }
 BY_NAME = {each.name: each for each in TYPES.values()}
 
-# what is computed with as numbers, and the last parts of its tensors' names
+# Tensors that are computed with as numbers, in words -> the last parts of their names
 _WIDENED = {
     "routers": ("ffn_gate_inp", "ffn_gate_inp_shexp"),
     "the inputs of layers": ("per_layer_token_embd", "per_layer_model_proj", "inp_gate", "proj"),

@@ -92,10 +92,9 @@ class GatedDelta(MatrixMixer):
         conv = {f"{name}.conv1d.weight": self.channels}
         if self.apart:
             keys, gate_names, norm, out = self.num_key_heads * self.key_dim, ("b_proj", "a_proj"), "o_norm", "o_proj"
-            inner = {
-                f"{name}.{part}_proj": n for part, n in zip("qkvg", (keys, keys, self.inner, self.inner), strict=True)
-            }
-            conv = {f"{name}.{part}_conv1d.weight": n for part, n in zip("qkv", (keys, keys, self.inner), strict=True)}
+            sizes = {"q": keys, "k": keys, "v": self.inner, "g": self.inner}
+            inner = {f"{name}.{part}_proj": size for part, size in sizes.items()}
+            conv = {f"{name}.{part}_conv1d.weight": sizes[part] for part in "qkv"}
             gates = {f"{name}.{each}.weight": (heads, width) for each in gate_names}
         elif self.interleaved:
             inner = {f"{name}.in_proj_qkvz": self.channels + self.inner}
@@ -153,9 +152,9 @@ class Mamba2(MatrixMixer):
     conv_bias: bool
     proj_bias: bool
     norm_group: int | None  # elements that the gated norm norms together; None: the result is only gated
-    # of the projected gate, x, B, C and steps, and of the result; weights are multiplied when they are read
+    # factors of the projected gate, x, B, C and steps; weights are multiplied by them when they are read
     factors: tuple[float, ...] = (1.0,) * 5
-    out_factor: float = 1.0
+    out_factor: float = 1.0  # factor of the result, likewise
 
     @property
     def gate_group(self) -> int:
