@@ -391,7 +391,7 @@ def check_stream(scale: Scale, rows: Rows) -> Result:
     from model_zoo import tiny_model
 
     from pagedcli.layers.triton_products import KernelWeight
-    from pagedcli.layers.triton_stream import ROWS, Norm, Product, Scratch
+    from pagedcli.layers.triton_stream import ROWS, Product, Scratch
     from pagedcli.sampling_params import SamplingParams
 
     device, ok = torch.device(scale.device), True
@@ -400,11 +400,11 @@ def check_stream(scale: Scale, rows: Rows) -> Result:
     for num_out, num_in in sizes:
         weight = (torch.randn(num_out, num_in, device=device) / num_in**0.5).to(dtype)
         x, residual = (torch.randn(ROWS, size, device=device).to(dtype) for size in (num_in, num_out))
-        norm = Norm(torch.rand(num_in, device=device).to(dtype) + 0.5, 1e-6)
+        norm = torch.rand(num_in, device=device).to(dtype) + 0.5, 1e-6
         add = Product(
             KernelWeight("floats", num_out, num_in, num_in, weight), None, scratch=scratch, finish="add", norm=norm
         )
-        normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+        normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm[0].double()
         exact = residual.double() + normed @ weight.double().T
         whole = add(x, residual.clone())
         error = float(((whole.double() - exact).abs() / (1 + exact.abs())).max())
