@@ -49,7 +49,7 @@ test-real: $(VENV)/.installed-dev
 test-ray: $(VENV)/.installed-dev
 	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,cloud]' 'moto[server,s3]'
-	$(BIN)/python -m pytest $(RAY_TESTS)
+	$(BIN)/python -m pytest $(RAY_TESTS) tests/distributed/test_queue.py
 
 # lm-evaluation-harness and Inspect are installed into an environment of their own, which sees that of the other tests;
 # where they cannot be installed, their tests are skipped, and say so.

@@ -22,6 +22,7 @@ from pagedcli.cli.run_flags import GenerateOptions, ShownFormat, is_prompt
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.show_prompt import show_prompt
 from pagedcli.cli.summary import config_document, config_rows
+from pagedcli.cli.urls import send_complete
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, only_wanted, to_all
@@ -87,6 +88,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     )
     with notifying(options.notify, options.input_name, str(options.output_file or "-")) as ending:
         ending.exit_code = code = _run_job(replace(job, watch=ending.observe), options, dump, dump_files, tables_format)
+        send_complete()  # before the command is told that it is
     raise typer.Exit(code)
 
 

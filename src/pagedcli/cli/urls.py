@@ -27,8 +27,8 @@ from pagedcli.process import at_end
 _READ = {"reuse", "files", "shards", "before", "after", "trace", "traces", "outputs", "config", "tokenizer"}
 _READ |= {"run__chat_template", "run__calibration"}
 _WRITTEN = {"output_file", "record", "metrics", "summary_json", "picture", "calibrate", "dump_kv"}
+_WRITTEN_TEXTS = ("output_file", "dump_kv")  # those of them that are no paths; attach --metrics is a server's address
 _FOLDERS = ("ray", "ray_address", "queue")  # parameters of runs that write a folder with -o
-_LOCAL = {"engine__prefix_store"}  # texts that name files of this machine
 _SEND_EVERY_S = 60.0
 _SHARE = 0.1  # of the time, at most, is spent on sending a journal that grows
 _LOOKED_AT = 2**20  # bytes of an existing file that show what would be replaced
@@ -52,12 +52,12 @@ def with_local_files(command: str, values: dict[str, Any]) -> None:
         if name in read:
             paths = [path for each in _listed(given) for path in _copies(each)]
             values[name] = paths if isinstance(given, list) else paths[0]
-        elif name in _WRITTEN:
+        elif name in _WRITTEN and (isinstance(given, Path) or name in _WRITTEN_TEXTS):
             if every.count(urls[0]) > 1:
                 raise UsageError(f"two files of this command are the same, {urls[0]}", hint="use different names")
             _mirrors.append(_Mirror(urls[0], resume=values.get("resume")))
             values[name] = type(given)(_mirrors[-1].path)
-        elif name in _LOCAL or isinstance(_listed(given)[0], Path):
+        elif isinstance(_listed(given)[0], Path):
             raise UsageError(f"{urls[0]} must be on this machine: no URL can be given here", hint="copy it first")
 
 
@@ -66,9 +66,11 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _url(value: Any) -> str | None:
-    """The URL that a parameter is: as a path it has lost a slash. None: it is none."""
+    """The URL that a parameter is: as a path it has lost a slash. None: it is none. Raises: UsageError for file://."""
     text = str(value)
     text = re.sub("^([a-zA-Z][a-zA-Z0-9+.-]+):/(?!/)", r"\1://", text) if isinstance(value, Path) else text
+    if text.startswith("file:/"):
+        raise UsageError(f"{value} is a file of this machine", hint="give its path")
     return text if is_url(text) else None
 
 
@@ -90,7 +92,8 @@ def _copy(url: str) -> Path:
     stem = name.removesuffix(".zst").removesuffix(".jsonl")
     ending = re.escape(name.removeprefix(stem))
     own = re.compile(rf"{re.escape(stem)}(\.part\d+|\.recording)*{ending}(\.run\.json|/[^.].*)?")
-    if not Folder(parent).fetch_all(stem, Path(folder.name), lambda each: own.fullmatch(each) is not None):
+    prefix = name if stem == name else f"{stem}."  # not more: it may have to list a large folder
+    if not Folder(parent).fetch_all(prefix, Path(folder.name), lambda each: own.fullmatch(each) is not None):
         raise UsageError(f"there is no {url}")
     return Path(folder.name, name)
 
@@ -115,9 +118,9 @@ class _Mirror:
         for path in folder.iterdir():
             if not (self._can_resume and path.stat().st_mtime_ns):
                 path.unlink()
-        stem = name.partition(".")[0]
-        for each, (size, _) in self._bucket.files(stem).items():
-            if each == name or each.startswith(f"{stem}."):
+        stem, dot, _ = name.partition(".")
+        for each, (size, _) in self._bucket.files(stem + dot).items():
+            if re.fullmatch(rf"{re.escape(stem)}(\.[^/]*)?", each):
                 path, is_whole = folder / each, bool(resume) and each.startswith(name)
                 is_resumed = is_whole and path == self._journal
                 if not path.exists() or (is_resumed and path.stat().st_size < size):

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from pagedcli.attention.base import AttentionBackend, dtype_name
+from pagedcli.buckets import is_url
 from pagedcli.config import EngineConfig
 from pagedcli.config_keys import flag_name
 from pagedcli.core.limits import Limits
@@ -116,6 +117,7 @@ def check_store(config: EngineConfig, unequal: Why | None) -> None:
     has, (bits, hint) = folder is not None, unequal or ("", None)
     rows += [
         (folder == "", "prefix_store is empty", "name one, or leave out --prefix-store"),
+        (is_url(folder), f"{cannot} its blocks are read and replaced one by one", "name a folder of this machine"),
         (
             has and not config.enable_prefix_caching,
             f"{cannot} prefix caching is off",
