@@ -100,10 +100,7 @@ class Columns:
         )
         if taken := sorted(columns.decided & (_ROW_FIELDS | _ONLY_IN[kind] | {run.output_field})):
             hint = "rename the question, or the answer's text with --output-field"
-            raise UsageError(
-                f"--{'questions' if run.questions else 'embed'}: the output already has a column {taken[0]!r}",
-                hint=hint,
-            )
+            raise UsageError(f"the output already has a column {taken[0]!r}, which the run adds", hint=hint)
         if columns.answer in columns._others:
             raise UsageError(f"--output-field is {columns.answer!r}, but the output already has a column of that name")
         return columns

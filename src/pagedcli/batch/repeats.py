@@ -30,10 +30,8 @@ def request_key(row: BatchRow) -> bytes:
         draws = not params.greedy and params.beam_width is None
         asked = params if draws else msgspec.structs.replace(params, seed=None)
         scored = prompt.scored
-        wanted = scored and (scored.continuations, scored.num_bytes, scored.with_tokens)
-        prompts.append(
-            (prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted, prompt.asked or prompt.embedding)
-        )
+        wanted = prompt.embedding or (scored and (scored.continuations, scored.num_bytes, scored.with_tokens))
+        prompts.append((prompt.token_ids, prompt.is_chat, prompt.tools, asked, wanted, prompt.asked))
     return xxhash.xxh3_128_digest(msgspec.json.encode((row.shape, row.cache_salt, prompts)))
 
 

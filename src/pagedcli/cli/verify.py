@@ -88,6 +88,8 @@ def verify(
     calibration error (10 bins); --tolerance is of probabilities. --calibrate fits a temperature per question to one
     output, for generate --calibration.
 
+    For rows with vectors it shows the largest difference and the smallest cosine; --tolerance is of elements.
+
     --logits shows what quantized weights or caches cost, from prompts with prompt_logprobs: perplexities, how often the
     likeliest token is the same, and the KL divergence of B from A. Rows list only the likeliest tokens, so the
     divergence is computed over the tokens that both files list at a position, and all others as one: a lower bound.
