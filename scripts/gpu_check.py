@@ -40,6 +40,7 @@ CORRECTNESS = {
     "quantized": 60,
     "fp8": 60,
     "invariance": 60,
+    "same_bits": 120,
     "parallel": 120,
 }
 SPEED = {
@@ -50,6 +51,7 @@ SPEED = {
     "workload": 170,
     "steps": 60,
     "stream": 240,
+    "fp8_products": 40,
 }
 LIMITS = CORRECTNESS | SPEED
 GROUPS = {"correctness": CORRECTNESS, "speed": SPEED}

@@ -328,12 +328,70 @@ def fp8(scale: Scale, rows: Rows) -> Result:
     return equal >= 0.7 * num_prompts, f"{equal} of {num_prompts} sequences equal with graphs and without"
 
 
+# how the same rows can be run: in a crowd of other sizes, in pieces, preempted, and from the prefix cache
+COMPANIES: dict[str, Row] = {
+    "chunks of 100": {"chunked_prefill_size": 100},
+    "few at a time": {"max_num_seqs": 5},
+    "eager": {"enforce_eager": True},
+    "preempted": {"num_kvcache_blocks": 1000},
+}
+
+
+def same_bits(scale: Scale, rows: Rows) -> Result:
+    """gpu_kernels invariant: tokens and log-probabilities of rows alone, in other companies and from the prefix cache
+    are the same bits; and its output tokens per second next to those of auto."""
+    from pagedcli.sampling_params import SamplingParams
+
+    prompts, params = nano_workload(scale)
+    few, num_new = (200, 24) if scale.on_gpu else (3, 2)
+    scored = [SamplingParams(temperature=0, max_tokens=num_new, logprobs=1, ignore_eos=True)] * few
+    kernels: Row = {"gpu_kernels": "invariant"} if scale.on_gpu else {}
+    companies = COMPANIES if scale.on_gpu else {"few at a time": {"max_num_seqs": 2}}
+    expected: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for company, options in {"together": {}, **companies, "auto": {"gpu_kernels": "auto"}}.items():
+            engine = make_engine(scale, Path(folder), **{**kernels, **options})
+            found = _bits_of(engine, prompts[:few], scored)
+            expected = expected or found
+            row: Row = {"company": company, "equal": num_equal(found, expected), "of": few}
+            if company == "together":
+                row["warm"] = num_equal(_bits_of(engine, prompts[:few], scored), expected)
+                alone = [_bits_of(engine, prompts[i : i + 1], scored[:1])[0] for i in range(min(few, 8))]
+                row["alone"] = f"{num_equal(alone, expected[: len(alone)])} of {len(alone)}"
+            if company in ("together", "auto"):
+                start, total = time.perf_counter(), sum(each.max_tokens or 0 for each in params)
+                generate(engine, [prompt[::-1] for prompt in prompts], params)
+                row["output tok/s"] = round(total / (time.perf_counter() - start))
+            row["preemptions"] = engine.stats.num_preemptions
+            rows.append(row)
+            engine = None
+            free_memory(scale)
+    first, last = rows[0], rows[-1]
+    ok = all(row["equal"] == few for row in rows[:-1]) and first["warm"] == few
+    ok = ok and first["alone"].split(" of ")[0] == first["alone"].split(" of ")[1]
+    price = 1 - first["output tok/s"] / last["output tok/s"]
+    choice = "promise equal bits for gpu_kernels invariant" if ok else "promise nothing"
+    return ok, f"same bits in every company: {ok}, for {price:.0%} of the tokens per second: {choice}"
+
+
+def _bits_of(engine: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    """Tokens and log-probabilities of each prompt's sample."""
+    for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(number), prompt, each)
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            sample = output.samples[0]
+            found[output.request_id] = sample.token_ids, repr(sample.logprobs)
+    return [found[str(number)] for number in range(len(prompts))]
+
+
 def check_stream(scale: Scale, rows: Rows) -> Result:
     """Fused kernels: products against float64 and the same bits in any company; tokens of a model against a CPU's."""
     from model_zoo import tiny_model
 
     from pagedcli.layers.triton_products import KernelWeight
-    from pagedcli.layers.triton_stream import ROWS, Norm, Product, Scratch
+    from pagedcli.layers.triton_stream import ROWS, Product, Scratch
     from pagedcli.sampling_params import SamplingParams
 
     device, ok = torch.device(scale.device), True
@@ -342,11 +400,11 @@ def check_stream(scale: Scale, rows: Rows) -> Result:
     for num_out, num_in in sizes:
         weight = (torch.randn(num_out, num_in, device=device) / num_in**0.5).to(dtype)
         x, residual = (torch.randn(ROWS, size, device=device).to(dtype) for size in (num_in, num_out))
-        norm = Norm(torch.rand(num_in, device=device).to(dtype) + 0.5, 1e-6)
+        norm = torch.rand(num_in, device=device).to(dtype) + 0.5, 1e-6
         add = Product(
             KernelWeight("floats", num_out, num_in, num_in, weight), None, scratch=scratch, finish="add", norm=norm
         )
-        normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+        normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm[0].double()
         exact = residual.double() + normed @ weight.double().T
         whole = add(x, residual.clone())
         error = float(((whole.double() - exact).abs() / (1 + exact.abs())).max())

@@ -247,6 +247,41 @@ def products(scale: Scale, rows: Rows) -> Result:
     return True, f"4 bits take {rows[0]['4 bits us'] / rows[0]['plain us']:.2f} of a plain product for one token"
 
 
+def fp8_products(scale: Scale, rows: Rows) -> Result:
+    """gpu_kernels fp8: a product of FP8 weights whose inputs are rounded, too, next to the present one and to one in
+    the first dtype. The last line says which to choose."""
+    from pagedcli.layers.triton_products import RoundingLinear
+
+    if scale.on_gpu and torch.cuda.get_device_capability() < (8, 9):
+        return True, "not here: no tensor cores for FP8"
+    sizes, dtype = ((4096, 4096) if scale.on_gpu else (48, 64)), scale.dtypes[0]
+    present, plain = packed_linear(scale, "FP8", sizes[1], sizes)
+    if not scale.on_gpu:  # a CPU keeps the bits of FP8 numbers
+        weight = present._weight
+        numbers, scales = weight.numbers.view(torch.float8_e4m3fn), weight.scales / 256
+        present._weight = replace(weight, numbers=numbers, scales=scales)
+    rounding, wide = RoundingLinear(present), plain.to(dtype)
+    ok, faster = RoundingLinear.serves(present), []
+    for tokens in (16, 64, 256, 512, 2048) if scale.on_gpu else (16,):
+        x = torch.randn(tokens, sizes[1], device=scale.device).to(dtype)
+        exact = x.double() @ plain.double().T
+        error = float((rounding(x).double() - exact).norm() / exact.norm())
+        layers = {
+            "plain us": lambda x=x: x @ wide.T,
+            "present us": lambda x=x: present(x),
+            "fp8 us": lambda x=x: rounding(x),
+        }
+        times = {name: round(best_seconds(layer, scale) * 1e6, 1) for name, layer in layers.items()}
+        rows.append({"tokens": tokens, "error": round(error, 4), **times})
+        ok = ok and error < (0.05 if scale.on_gpu else 0.1)
+        faster += [str(tokens)] if times["fp8 us"] < min(times["plain us"], times["present us"]) else []
+    of_256 = next((row for row in rows if row["tokens"] == 256), rows[-1])
+    times = (
+        f"{of_256['plain us'] / of_256['fp8 us']:.2f} times as fast as {str(dtype)[6:]} for {of_256['tokens']} tokens"
+    )
+    return ok, f"{times} (goal 1.4); choose gpu_kernels fp8 for {', '.join(faster) or 'no number of'} tokens"
+
+
 def sampling_errors(scale: Scale) -> Iterator[Row]:
     """The error of a choice is how far its uniform number lies outside the token's share of the cumulative mass."""
     from pagedcli.layers import triton_sampling

@@ -428,10 +428,10 @@ RUN: dict[str, Callable[[Scale, Rows], Result]] = {
     stage.__name__: stage
     for stage in (
         *(environment, ahead, ceilings, attention, memory, workload, steps, stream, parallel),
-        *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products),
+        *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products, gpu_kernels.fp8_products),
         *(gpu_engines.smoke, gpu_engines.graphs, gpu_engines.requests, gpu_engines.families),
         *(gpu_engines.hybrids, gpu_engines.windows),
-        *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance),
+        *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance, gpu_engines.same_bits),
     )
 }
 

@@ -155,7 +155,7 @@ def write_parquet(path: Path) -> None:
 def write_inputs(folder: Path) -> None:
     """All input files, the same in every recording."""
     folder.mkdir()
-    for example in sorted((ROOT / "examples").iterdir()):
+    for example in sorted(each for each in (ROOT / "examples").iterdir() if each.is_file()):
         shutil.copy(example, folder / example.name)
     makers: dict[str, Callable[[], list[Any]]] = {
         "shared": shared_rows, "stories": story_rows, "samples": sample_rows, "structured": structured_rows,

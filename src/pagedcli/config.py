@@ -21,7 +21,7 @@ from pagedcli.sampling_params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
-GpuKernels = Literal["auto", "fused"]
+GpuKernels = Literal["auto", "fused", "invariant", "fp8"]
 PoolingChoice = Literal["auto", "last", "mean"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PreemptionPolicy = Literal["last", "largest"]
@@ -91,7 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_kernels: Annotated[
         GpuKernels,
         _model(
-            "Kernels on a GPU; fused: five per layer in steps of up to 16 tokens, of dense models",
+            "Kernels on a GPU; fused: five per layer for up to 16 tokens; invariant: a row has the same bits in any"
+            " batch; fp8: inputs of FP8 weights are rounded to FP8, too",
             has_flag=False,
         ),
     ] = "auto"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -39,25 +40,20 @@ numbers = count()
 
 
 class FakeWorker:
-    """Writes parts without an engine: each with the row of another worker's journal, if there was one, and its own."""
+    """Writes parts without an engine; one that is stopped has written a journal."""
 
-    def __init__(self, folder, name):
-        self.parts, self.name, self.is_alive = PartFolder(folder), name, True
+    def __init__(self, folder):
+        self.parts, self.is_alive = PartFolder(folder), True
 
     def run_part(self, number):
         path = self.parts.part(number)
-        journal = journal_path(path)
-        before = journal.read_text() if journal.exists() else ""
-        journal.write_text(f"{before}{self.name}\n")
-        if not self.is_alive:
-            return False
-        journal.rename(path)
+        (path if self.is_alive else journal_path(path)).write_text("row\n")
         record = RunRecord(
             pagedcli_run=RECORD_VERSION, order="input", num_rows=1, num_failed_rows=0, digest=f"{next(numbers):032}",
             input=InputScan("", 1), fingerprint={"shard": self.parts.manifest.shard(number)},
         )  # fmt: skip
         write_record(path, record)
-        return True
+        return self.is_alive
 
 
 class LeasesOfWorkers(RuleBasedStateMachine):
@@ -83,7 +79,7 @@ class LeasesOfWorkers(RuleBasedStateMachine):
         local.mkdir()
         queue = Queue(self.folder, self.terms, clock=lambda: self.now_s + off_s)
         queue.open(local)
-        return queue, FakeWorker(local, local.name), []
+        return queue, FakeWorker(local), []
 
     def teardown(self):
         """Everybody else dies, and one worker completes the run."""
@@ -98,9 +94,7 @@ class LeasesOfWorkers(RuleBasedStateMachine):
             record = msgspec.json.decode(queue.output.read(f"{name}.run.json"), type=RunRecord)
             staged = queue.output.read(f".work/{lease_name(number)}/{record.digest}")
             assert queue.output.read(name) == staged, "the part is the one that its record describes"
-            assert all(other.records.get(number, record) == record for other, *_ in self.workers), (
-                "there was one record"
-            )
+            assert all(other.records.get(number, record) == record for other, *_ in self.workers), "it was the first"
         queue.clear()
         left = {name.partition(".")[0] for name in queue.output.names()}
         assert left == {"manifest", "rows", *(f"part-{number:05}" for number in range(NUM_PARTS))}
@@ -115,21 +109,17 @@ class LeasesOfWorkers(RuleBasedStateMachine):
             held.append(lease)
             self.renewed_s[lease] = self.now_s
 
-    @rule(number=st.integers(0, 2), stops=st.booleans())
-    def make(self, number, stops):
+    @rule(number=st.integers(0, 2), ends=st.sampled_from(["made", "stopped", "dead before the part appears"]))
+    def make(self, number, ends):
         queue, worker, held = self.workers[number]
-        if held:
-            worker.is_alive = not stops
-            queue.run(held.pop(0), worker)
-
-    @rule(number=st.integers(0, 2))
-    def send_and_die_before_the_part_appears(self, number):
-        queue, worker, held = self.workers[number]
-        if held:
-            with pytest.MonkeyPatch.context() as patch:
+        if not held:
+            return
+        worker.is_alive = ends != "stopped"
+        with pytest.MonkeyPatch.context() as patch, suppress(ZeroDivisionError):
+            if ends.startswith("dead"):
                 patch.setattr(Folder, "copy", lambda *_: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    queue.run(held.pop(0), worker)
+            queue.run(held.pop(0), worker)
+        if ends.startswith("dead"):
             self.die(number)
 
     @rule(number=st.integers(0, 2))
@@ -146,6 +136,25 @@ class LeasesOfWorkers(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, LEASE_S / 2, LEASE_S]))
     def wait(self, seconds):
         self.now_s += seconds
+
+
+def test_of_two_workers_with_the_same_part_the_first_record_counts():
+    run = LeasesOfWorkers()
+    for number in [0] * NUM_PARTS + [1]:  # the second worker sees that all have been taken
+        run.take(number)
+    run.wait(LEASE_S)
+    run.take(1)
+    (first, *_), (_, second, _) = run.workers[:2]
+
+    def make_after_the_other(number):
+        run.make(0, "made")
+        first.update()
+        return FakeWorker.run_part(second, number)
+
+    second.run_part = make_after_the_other
+    run.make(1, "made")
+    assert list(first.records) == [0]
+    run.teardown()
 
 
 TestLeasesOfWorkers = LeasesOfWorkers.TestCase

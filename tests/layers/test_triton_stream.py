@@ -16,7 +16,7 @@ from pagedcli.layers import basic, triton_stream
 from pagedcli.layers.linear import Linear
 from pagedcli.layers.triton_layers import rotate_and_store
 from pagedcli.layers.triton_products import KernelWeight, TritonLinear, weight_of
-from pagedcli.layers.triton_stream import Heads, Norm, Product, Scratch
+from pagedcli.layers.triton_stream import Heads, Product, Scratch
 
 CPU = torch.device("cpu")
 SIZES = [(3, 34, 300), (1, 62, 33), (3, 70, 600), (8, 128, 1024), (16, 36, 1500)]  # rows, outputs, inputs
@@ -49,11 +49,11 @@ def test_products_with_norm_bias_residual_and_activation(rows, out, columns, kin
         packed = random_float8(out, columns, 64 if "64" in kind else columns)
         packed = random_weight(out, columns) if kind == "4 bits" else packed
         stored, weight = weight_of(TritonLinear(packed))[0], packed.dequantized(torch.float32)
-    norm = Norm(noise(columns, seed=2), 1e-6) if "normed" in kind else None
+    norm = (noise(columns, seed=2), 1e-6) if "normed" in kind else None
     x, residual = noise(rows, columns, seed=4, scale=3.0), noise(rows, out, seed=5)
     add = Product(stored, bias, finish="add", norm=norm, scratch=(scratch := Scratch(CPU)))
     gated = Product(stored, bias, finish="gated", norm=norm, scratch=scratch, ACTIVATION="silu")
-    y = Linear(weight, bias)(x if norm is None else basic.rms_norm(x, norm.weight, norm.eps))
+    y = Linear(weight, bias)(x if norm is None else basic.rms_norm(x, *norm))
     near = {"rtol": 3e-5, "atol": 3e-5 * float(y.abs().max())}
     torch.testing.assert_close(
         in_any_company(lambda part: add(x[part], residual[part].clone()), rows), residual + y, **near
@@ -83,19 +83,16 @@ def test_heads_are_rotated_and_stored_as_by_their_own_kernel(heads, rotated, opt
     angles = noise(40, max(2, rotated) // 2, seed=3)
     table, scales = torch.cat((angles.cos(), angles.sin()), 1), noise(40, seed=4)
     positions, slots = torch.tensor([0, 7, 39, 7, 20]), torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
-    x, norm = noise(rows, columns, seed=5, scale=2.0), Norm(noise(columns, seed=6), 1e-5)
+    x, norm = noise(rows, columns, seed=5, scale=2.0), (noise(columns, seed=6), 1e-5)
     caches = torch.zeros(4, 3, num_kv_heads, 16, dim)
     expected = rotate_and_store(
-        Linear(weight, bias)(basic.rms_norm(x, norm.weight, norm.eps)), num_heads, num_kv_heads,
+        Linear(weight, bias)(basic.rms_norm(x, *norm)), num_heads, num_kv_heads,
         norm=None if head_norm is None else (head_norm, 1e-6), table=table if rotated else None, positions=positions,
         interleaved="interleaved" in options, query_scales=scales if "scaled" in options else None, slots=slots,
         k_cache=caches[0], v_cache=caches[1],
     )  # fmt: skip
-    flags = {
-        "NORM_HEADS": head_norm is not None,
-        "INTERLEAVED": "interleaved" in options,
-        "SCALED": "scaled" in options,
-    }
+    flags = {name.upper(): name in options for name in ("interleaved", "scaled")}
+    flags["NORM_HEADS"] = head_norm is not None
     sizes = {"H": num_heads, "G": num_kv_heads, "D": dim, "ROTATED": rotated}
     product = Product(floats(weight), bias, scratch=Scratch(CPU), finish="heads", norm=norm, **sizes, **flags)
     head_norm = x if head_norm is None else head_norm

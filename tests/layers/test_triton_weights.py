@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf_files import gguf, random_blocks
-from interpreter import interpreted
+from interpreter import interpreted, noise
 from quantized_zoo import exact_activations, random_float8, random_weight
 
 from pagedcli.errors import ModelError
@@ -18,6 +18,7 @@ from pagedcli.models.gguf.weights import numbers
 pytest.importorskip("triton")
 from pagedcli.layers.triton_products import (
     UNPACKED_TOKENS,
+    RoundingLinear,
     TritonLinear,
     kernel_weight,
     linear_constants,
@@ -118,6 +119,17 @@ def test_the_product_with_fp8_weights_is_that_of_their_float32_values(out, colum
         for linear in (TritonLinear(weight), by_hardware(TritonLinear(weight))):
             torch.testing.assert_close(linear(x.to(dtype)).double(), exact, rtol=rtol, atol=atol)
             assert linear.nbytes == out * columns + 4 * out * -(-columns // group_size)
+
+
+@interpreted
+def test_tensor_cores_multiply_fp8_by_inputs_rounded_to_it():
+    weight, x, bias = random_float8(48, 160, 160), noise(20, 160), noise(48, seed=1)
+    linear = by_hardware(TritonLinear(weight, bias))
+    assert RoundingLinear.serves(linear)
+    assert not RoundingLinear.serves(by_hardware(TritonLinear(random_float8(48, 128, 64))))
+    exact = x @ weight.dequantized(torch.float32).T + bias
+    assert (RoundingLinear(linear)(x) - exact).norm() < 0.08 * exact.norm()  # the interpreter rounds some e4m3 by two
+    assert torch.equal(RoundingLinear(linear)(x[:15]), linear(x[:15]))
 
 
 @interpreted

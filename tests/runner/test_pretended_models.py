@@ -8,7 +8,7 @@ from itertools import product
 import fake_flash
 import pytest
 from gguf_files import gguf_twins
-from harness.engine import FirstEight, ragged_prompts, run
+from harness.engine import FirstEight, outputs_of, ragged_prompts, run
 from interpreter import interpreted
 from model_zoo import GEMMA4_FAMILIES, tiny_model
 from quantized_zoo import FORMATS, mxfp4_twins, quantized_twins
@@ -148,6 +148,21 @@ def test_fused_kernels_give_the_same_tokens_in_five_launches_per_layer(tmp_path,
     assert kernels.count("product_kernel") == 4 * engine.model.spec.num_layers
     assert kernels.count("decode_kernel") == engine.model.spec.num_layers
     assert len(kernels) == 5 * engine.model.spec.num_layers + 5, "and the last norm and four of sampling"
+
+
+@interpreted
+def test_invariant_kernels_give_the_same_bits_in_any_company(tmp_path, gpu):
+    path = tiny_model("qwen3", tmp_path / "model", num_hidden_layers=1)
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
+
+    def found(prompts, **options):
+        engine = make_engine(path, gpu, gpu_kernels="invariant", **options)
+        samples = [output.samples[0] for output in outputs_of(engine, prompts, params)]
+        return [leaves((sample.token_ids, sample.logprobs)) for sample in samples]
+
+    together = found(PROMPTS)
+    assert [*found(PROMPTS[:1]), *found(PROMPTS[1:], chunked_prefill_size=5)] == together
+    assert [each[:2] for each in together] == [leaves(each) for each in run(make_engine(path), PROMPTS, params)]
 
 
 LOOPS = [

@@ -211,7 +211,7 @@ class BackendsByHeads(AttentionBackend):
 
     def __init__(self, backends: Mapping[Heads, AttentionBackend], block_size: int) -> None:
         first = next(iter(backends.values()))
-        self.name, self.capabilities = first.name, first.capabilities
+        self.name, self.capabilities, self.kernels = first.name, first.capabilities, first.kernels
         self._backends, self._block_size = dict(backends), block_size
         self._by_cache = {heads.kept: backend for heads, backend in backends.items()}
 

@@ -7,7 +7,7 @@ the batch: splits and tiles are counted from its own start. Imported only where 
 import os
 import shutil
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,10 @@ class TritonAttention(AttentionBackend):
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
     def prepare(self, batch: PagedBatch) -> None:
+        if self.kernels == "invariant" and batch.max_new * self._group > self._rows:
+            batch.work = _pieces(batch, self._rows // self._group)
+            self.prepare(batch.work)
+            return
         num_seqs = batch.num_tokens.shape[0]
         most_items = num_seqs * most_splits(batch.max_total, batch.window)
         if most_items > DEVICE_LIST_ITEMS and batch.num_tokens_host is not None:  # few of the sequences may be long
@@ -188,8 +192,10 @@ class TritonAttention(AttentionBackend):
         self._launch(kernels.store_kvcache_kernel, (k.shape[0], 1, 1), arguments, constants, num_warps=4)
 
     def attend(self, q: Tensor, kv: LayerKV, batch: PagedBatch, layer: AttentionLayer, sinks: Sinks = None) -> Tensor:
-        if not isinstance(batch.work, _StepWork):
+        if batch.work is None:
             self.prepare(batch)
+        if isinstance(batch.work, PagedBatch):
+            batch = batch.work
         q = _dense_heads(q)
         out = q.new_empty((*q.shape[:2], self._value_dim))
         sinks = out if sinks is None else sinks  # not read without SINKS
@@ -310,6 +316,23 @@ def decode_work(num_tokens: Tensor, max_total: int, window: int | None = None) -
     before = first_item if first_split is None else first_item - first_split
     buffer = torch.cat((ends[-1:], first_item, item_seq, item - before[item_seq]))
     return _StepWork(capacity, buffer, num_seqs, num_parts=capacity if max_total > SPLIT else 0, has_decode=True)
+
+
+def _pieces(batch: PagedBatch, num_tokens: int) -> PagedBatch:
+    """The batch with each sequence as several of up to num_tokens new tokens, for which one kernel serves any batch."""
+    starts, totals = batch.cu_q_host or batch.cu_q.tolist(), batch.num_tokens_host or batch.num_tokens.tolist()
+    pieces = [  # first row, sequence, tokens after it
+        (first, seq, totals[seq] - starts[seq + 1] + min(first + num_tokens, starts[seq + 1]))
+        for seq in range(len(totals))
+        for first in range(starts[seq], starts[seq + 1], num_tokens)
+    ]
+    rows, seqs, ends = (list(each) for each in zip(*pieces, strict=True))
+    device, rows = batch.cu_q.device, [*rows, starts[-1]]
+    cu_q, lengths, seq_ids = (_send(torch.tensor(each, dtype=torch.int32), device) for each in (rows, ends, seqs))
+    return replace(
+        batch, cu_q=cu_q, num_tokens=lengths, block_table=batch.block_table.index_select(0, seq_ids),
+        max_new=num_tokens, cu_q_host=rows, num_tokens_host=ends, work=None,
+    )  # fmt: skip
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:

@@ -72,11 +72,9 @@ class ComparedSample:
 
     def gap(self, other: "ComparedSample") -> tuple[float, float] | None:
         """The largest difference of two vectors, and their cosine; None if there are none."""
-        if self.vector is None or other.vector is None:
+        if (a := self.vector) is None or (b := other.vector) is None:
             return None
-        length = math.hypot(*self.vector) * math.hypot(*other.vector)
-        cosine = math.fsum(map(mul, self.vector, other.vector)) / (length or 1.0)
-        return _largest_delta(self.vector, other.vector), cosine
+        return _largest_delta(a, b), math.fsum(map(mul, a, b)) / (math.hypot(*a) * math.hypot(*b) or 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Used by batch.requests, batch.prompts and batch.rows; the engine's side is core.
 
 import base64
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,13 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig, RunConfig
 from pagedcli.core.scoring import Pooling
 from pagedcli.errors import ModelError, RequestError
-from pagedcli.models.checkpoint_files import read_json
+from pagedcli.models.checkpoint_files import convert, read_json
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.reading import read_spec
 
 EMBEDDING = "embedding"  # field of a row, and its finish reason
 FIELDS = ("instruction", "dimensions", "encoding_format")  # of a line with a text to embed
-FILES = (_MODULES, _PROMPTS, _) = ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+FILES = (_MODULES, _PROMPTS, _POOLING) = ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json")
 # names in folders of sentence-transformers, numbers in GGUF files
 _POOLINGS: dict[Any, Pooling] = {"lasttoken": "last", 3: "last", "mean_tokens": "mean", "mean": "mean", 1: "mean"}
 
@@ -70,35 +71,32 @@ def decoded(vector: Any) -> Any:
     return (np.frombuffer(base64.b64decode(vector), "<f4") if isinstance(vector, str) else np.float32(vector)).tolist()
 
 
+class _Prompts(msgspec.Struct):
+    prompts: dict[str | None, str | None] = {}
+    default_prompt_name: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Embedder:
     """How a checkpoint makes vectors."""
 
     size: int  # elements of a vector
     pooling: Pooling
-    prompts: Mapping[str | None, str]  # instructions by name; None: of rows without one
+    prompts: Mapping[str | None, str | None]  # instructions by name; None: of rows without one
 
     @classmethod
     def of(cls, engine: EngineConfig, tokenizer: Tokenizer) -> Self:
         """By the files of sentence-transformers in the model's folder, a GGUF file's pooling type, or a tokenizer that
         ends each text with a special token, as that of Qwen3-Embedding does. Raises: ModelError."""
-        folder, said = tokenizer.folder, dict[str, Any]()
-        pooling = None if engine.pooling == "auto" else engine.pooling
-        if is_gguf(folder):
-            header = read_header(folder).metadata
-            pooling = pooling or _POOLINGS.get(header.get(f"{header.get('general.architecture')}.pooling_type"))
-        elif (folder / _MODULES).is_file():
-            pooling = pooling or _stored_pooling(folder)
-        if pooling is None and tokenizer.encode("a")[-1] in tokenizer.special_token_ids:
-            pooling = "last"
+        folder, ends = tokenizer.folder, tokenizer.encode("a")[-1:]
+        found = _stored_pooling(folder) or ("last" if ends and ends[0] in tokenizer.special_token_ids else None)
+        pooling = found if engine.pooling == "auto" else engine.pooling
         if pooling is None:
             what = f"{folder} does not say how the states of a text become its vector"
             raise ModelError(what, hint="name it in a file for -C: pooling: last, or mean, under engine:")
-        if (folder / _PROMPTS).is_file():
-            said = read_json(folder / _PROMPTS)
-        prompts = said.get("prompts") or {}
-        size = read_spec(folder, trust_remote_code=engine.trust_remote_code).hidden_size
-        return cls(size, pooling, prompts | {None: prompts.get(said.get("default_prompt_name"))})
+        path, size = folder / _PROMPTS, read_spec(folder, trust_remote_code=engine.trust_remote_code).hidden_size
+        said = convert(read_json(path) if path.is_file() else {}, _Prompts, path)
+        return cls(size, pooling, said.prompts | {None: said.prompts.get(said.default_prompt_name or "")})
 
     def complete(self, wanted: Embedding) -> Embedding:
         """The vector with the text of its instruction. Raises: RequestError."""
@@ -112,21 +110,19 @@ class Embedder:
 
 
 def _stored_pooling(folder: Path) -> Pooling | None:
-    """How a folder of sentence-transformers pools. Raises: ModelError for what else it does."""
-    try:
-        modules = msgspec.json.decode((folder / _MODULES).read_bytes(), type=list[dict[str, Any]])
-        places = {str(each["type"]).rpartition(".")[2]: folder / each["path"] for each in modules}
-    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ModelError(f"cannot read {folder / _MODULES}: {error}", hint="download the file again") from error
-    if others := sorted(places.keys() - {"Transformer", "Pooling", "Normalize"}):
-        raise ModelError(f"{folder / _MODULES}: a module {others[0]} is not supported")
-    if "Pooling" not in places:
+    """How a checkpoint pools, if it says so. Raises: ModelError for what else sentence-transformers does with it."""
+    if is_gguf(folder):
+        header = read_header(folder).metadata
+        return _POOLINGS.get(header.get(f"{header.get('general.architecture')}.pooling_type"))
+    if not (folder / _MODULES).is_file():
         return None
-    said = read_json(places["Pooling"] / "config.json")
-    begin = "pooling_mode_"  # of older names
+    for kind in re.findall(r'"type"\s*:\s*"([^"]*)"', (folder / _MODULES).read_text("utf-8", "replace")):
+        if not re.fullmatch(r"sentence_transformers\..*\b(Transformer|Pooling|Normalize)", kind):
+            raise ModelError(f"{folder / _MODULES}: a module {kind} is not supported")
+    said, begin = read_json(folder / _POOLING), "pooling_mode_"  # of older names
     modes = said.get("pooling_mode") or [name for name in said if name.startswith(begin) and said[name]] or "mean"
     mode = modes if isinstance(modes, str) else " and ".join(name.removeprefix(begin) for name in modes)
     mode += "" if said.get("include_prompt", True) else " without the instruction"
     if mode not in _POOLINGS:
-        raise ModelError(f"{places['Pooling']}: pooling by {mode} is not supported", hint="lasttoken and mean are")
+        raise ModelError(f"{folder / _POOLING}: pooling by {mode} is not supported", hint="lasttoken and mean are")
     return _POOLINGS[mode]

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -213,14 +213,11 @@ class Prompts:
         self._holds = holds
         self._observe = observe
         self._parser = RequestParser(options.config.sampling, options.run)
+        self._embedder = lru_cache(1)(partial(Embedder.of, options.config.engine, tokenizer))
         self._option_tokens = lru_cache(_MOST_OPTIONS)(partial(option_tokens, tokenizer))
         self._seen_ids = SeenIds()
         self._draws = True  # whether prompts need seeds
         self._most_together = 1  # rows that are tokenized together, by all processors; the first ones sooner
-
-    @cached_property
-    def _embedder(self) -> Embedder:
-        return Embedder.of(self._options.config.engine, self.tokenizer)
 
     @property
     def ignored(self) -> dict[str, int]:
@@ -327,7 +324,7 @@ class Prompts:
                 self._ask(prompt, prompt.asked)
             if prompt.embedding is not None:
                 self._check_scored(row)
-                prompt.embedding = self._embedder.complete(prompt.embedding)
+                prompt.embedding = self._embedder().complete(prompt.embedding)
                 prompt.scored = ScoredTokens([], POOLED, [], with_tokens=False)
                 prompt.text = prompt.text and (prompt.embedding.instruction or "") + prompt.text
             if prompt.scoring is not None:

@@ -107,16 +107,11 @@ class _Core(EngineCore):
         self.spec = engine.spec
 
     def _admitted(
-        self,
-        request_id: str,
-        prompt: Items[int],
-        params: SamplingParams,
-        continuations: Items[Items[int]] | None,
-        row_id: str | None,
+        self, request_id: str, prompt: Items[int], params: SamplingParams, continuations: Items[Items[int]] | None
     ) -> int:
         if params.beam_width is not None or continuations is not None:
             raise RequestError("unsupported_parameter", "beams and continuations always share blocks: not compared")
-        return super()._admitted(request_id, prompt, params, continuations, row_id)
+        return super()._admitted(request_id, prompt, params, continuations)
 
 
 def compare_caches(

@@ -104,9 +104,9 @@ def work_here(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[
 class HeldPart(msgspec.Struct, frozen=True):
     """A part that a worker has taken."""
 
-    part: int
+    part: str  # its number
     worker: str  # host:process
-    num_done: Annotated[int, "done"]
+    num_done: Annotated[int, "rows done"]
     num_rows: Annotated[int, "of rows"]
     held_s: Annotated[Seconds, "held for"]
     silent_s: Annotated[Seconds, "last beat"]
@@ -124,7 +124,7 @@ def show_queue(url: str, format_: Format) -> None:
         if file is not None and not (holder := queue.leases.holder(file)).is_given_back:
             worker, held_s = holder.worker.rpartition(":")[0], holder.beat * LEASE_S / BEATS
             silent_s = max(folder.age_s(file), 0.0)
-            held.append(HeldPart(part, worker, holder.num_rows, manifest.num_rows[part], held_s, silent_s))
+            held.append(HeldPart(str(part), worker, holder.num_rows, manifest.num_rows[part], held_s, silent_s))
     alive = [each for each in held if each.silent_s < LEASE_S]
     (num_done, num_failed), num_rows = queue.count(), sum(manifest.num_rows)
     per_s = sum(each.num_done / each.held_s for each in alive if each.held_s)

@@ -318,12 +318,7 @@ class _Comparison:
             "num_compared_with_logprobs": self.num_with_logprobs,
             "largest_logprob_difference": self.largest_delta,
             **(self.scores.facts() if self.scores.num_rows else {}),
-            **(
-                {"vector_difference": self.largest_gap, "smallest_cosine": self.least_cosine}
-                if self.num_vectors
-                else {}
-            ),
-        }
+        } | ({"vector_gap": self.largest_gap, "least_cosine": self.least_cosine} if self.num_vectors else {})
 
     def answer(self) -> str:
         """Whether the rows are equal; otherwise how many differ, and where the first one does."""

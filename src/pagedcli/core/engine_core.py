@@ -116,7 +116,12 @@ class EngineCore:
         POOLED. `is_private`: no prefix store is used.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
-        max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations, row_id)
+        try:
+            max_new_tokens = self._admitted(request_id, prompt_token_ids, params, continuations)
+        except RequestError as error:
+            if self._emit is not None:
+                self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
+            raise
         self._num_added += 1
         token_ids, targets = list(prompt_token_ids), None
         if continuations is not None:
@@ -144,32 +149,20 @@ class EngineCore:
         request.seqs.append(seq)
         request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
         self._requests[request_id] = request
-        self._forks.expect(seq)
-        if targets is not None and targets.of_forks(continuations or ()):
-            self._forks.expect_continuations(seq)
+        self._forks.expect(seq, continuations or ())
         self.scheduler.add(seq)
 
     def _admitted(
-        self,
-        request_id: str,
-        prompt: Ids[int],
-        params: SamplingParams,
-        continuations: Ids[Ids[int]] | None,
-        row_id: str | None,
+        self, request_id: str, prompt: Ids[int], params: SamplingParams, continuations: Ids[Ids[int]] | None
     ) -> int:
         """Most tokens that a new request may generate. Raises: RequestError."""
-        try:
-            if request_id in self._requests:
-                raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
-            if continuations is not POOLED and not self.limits.has_head:
-                raise RequestError("no_output_layer", "the checkpoint has no output layer: it only embeds texts")
-            if continuations is None:
-                return admit(self.limits, prompt, params)
-            admit_scores(self.limits, prompt, continuations)
-        except RequestError as error:
-            if self._emit is not None:
-                self._emit(ev.RequestRefused(request_id, error.code, error.message, row_id))
-            raise
+        if request_id in self._requests:
+            raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
+        if continuations is not POOLED and not self.limits.has_head:
+            raise RequestError("no_output_layer", "the checkpoint has no output layer: it only embeds texts")
+        if continuations is None:
+            return admit(self.limits, prompt, params)
+        admit_scores(self.limits, prompt, continuations)
         return 0
 
     def has_unfinished_requests(self) -> bool:

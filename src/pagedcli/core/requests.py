@@ -153,14 +153,12 @@ class Forks:
         self._contexts: set[int] = set()  # seq_ids, of contexts from which continuations will fork
         self._computed: list[Sequence] = []  # such contexts whose last token a launched step computes
 
-    def expect(self, seq: Sequence) -> None:
-        """Remember the first sequence of a request if others start once its prompt is computed."""
+    def expect(self, seq: Sequence, continuations: Items[Items[int]]) -> None:
+        """Remember the first sequence of a request if others start, or fork from it, once its prompt is computed."""
         if seq.params.n > 1 and not seq.is_beam:
             self._parents.add(seq.seq_id)
-
-    def expect_continuations(self, context: Sequence) -> None:
-        """Remember a context from which continuations fork once it is computed."""
-        self._contexts.add(context.seq_id)
+        if seq.targets is not None and seq.targets.of_forks(continuations):
+            self._contexts.add(seq.seq_id)
 
     def forget(self, request: UnfinishedRequest) -> None:
         """The request has ended."""

@@ -174,7 +174,8 @@ class Queue:
             if is_made:
                 self._finish(number)
         except FileNotFoundError:
-            self.update()
+            with self._taking:
+                self.update()
             if self.left:  # else others have completed the run, and removed its work
                 raise
         finally:
@@ -190,7 +191,8 @@ class Queue:
     def _fetch(self, lease: Lease) -> bool:
         """Fetch the input of a part and the rows that earlier leases have sent. Returns False if the part was made."""
         part = self._local.part(int(lease.name))
-        if record_path(part).name in self.output.names():
+        with suppress(FileNotFoundError):
+            self._record(int(lease.name))
             return False
         for path in self._local.inputs(int(lease.name)):
             self._folder.fetch(f"{self._inputs}/{path.name}", path)

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedcli.attention.triton_kernels import to_fp8
+from pagedcli.attention.triton_launch import power_of_2
 from pagedcli.errors import ModelError
-from pagedcli.layers.linear import Linear
+from pagedcli.layers.linear import Linear, OutputLinear
 from pagedcli.layers.quantized import E2M1, CodedWeight, Weight
 
 _CONVERTS_FLOAT8 = (8, 9)  # the first compute capability that does; others read the bits
@@ -145,25 +147,110 @@ class TritonLinear:
         constants, launch = linear_constants(weight, num_tokens, processors_of(x.device))
         num_splits = -(-weight.num_in // constants["LENGTH"])
         blocks = -(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"])
-        # a kernel takes a pointer even where it reads no bias
-        bias, has_bias = x if self._bias is None else self._bias, self._bias is not None
-        sums = out if num_splits == 1 else out.new_empty((num_splits, *out.shape), dtype=torch.float32)
-        arguments = (x, *weight.pointers, bias, sums, num_tokens)
-        flags = {"BIAS": has_bias and num_splits == 1, "WHOLE": num_splits == 1}
-        linear_kernel[(*blocks, num_splits)](*arguments, **constants, **flags, **launch)
-        if num_splits > 1:
-            _, scales, _ = weight.pointers
-            grid = num_tokens, -(-weight.num_out // _COLUMNS_PER_SUM)
-            sizes = weight.constants | {"SPLITS": num_splits, "BIAS": has_bias, "BLOCK": _COLUMNS_PER_SUM}
-            sum_splits_kernel[grid](sums, scales, bias, out, num_tokens, **sizes, num_warps=4)
+        _launch(weight, self._bias, x, out, blocks, num_splits, constants, launch, whole=num_splits == 1)
         return out
+
+
+class RoundingLinear:
+    """y = x W^T + b of an FP8 weight with a scale per output. From FP8_TOKENS tokens on x is rounded to FP8, too, by a
+    scale per token, for tensor cores."""
+
+    __slots__ = ("_bias", "_linear", "_numbers", "_scales", "nbytes")
+    gated = False
+
+    def __init__(self, linear: TritonLinear) -> None:
+        """`linear`: what few tokens are multiplied by, for which `serves` is true."""
+        weight, self._linear, self._bias, self.nbytes = linear._weight, linear, linear._bias, linear.nbytes
+        assert weight.scales is not None, "an FP8 weight has scales"
+        self._numbers, self._scales = weight.numbers[0].T, weight.scales[0].float()
+
+    @staticmethod
+    def serves(linear: object) -> bool:
+        """Whether torch multiplies FP8 by the weight as it is kept."""
+        if not isinstance(linear, TritonLinear) or linear._weight.numbers.dtype != torch.float8_e4m3fn:
+            return False
+        weight = linear._weight
+        return weight.group_size >= weight.num_in and weight.num_in % 16 == 0 and weight.num_out % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, in] -> [T, out]."""
+        if x.shape[0] < FP8_TOKENS:
+            return self._linear(x)
+        x, (num_tokens, width) = x.contiguous(), x.shape
+        rounded, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), self._scales.new_empty(num_tokens, 1)
+        round_rows_kernel[(num_tokens,)](x, rounded, scales, K=width, BLOCK=power_of_2(width), num_warps=8)
+        options: dict[str, Any] = {
+            "scale_a": scales,
+            "scale_b": self._scales,
+            "out_dtype": x.dtype,
+            "use_fast_accum": True,
+        }
+        y = torch._scaled_mm(rounded, self._numbers, **options)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+FP8_TOKENS = 16
+
+
+class OneTileLinear:
+    """y = x W^T + b in the same tiles for any number of tokens, so that the bits of a row do not depend on its company.
+    Parts of the inputs are added in their order, in a program or by another kernel."""
+
+    __slots__ = ("_bias", "_constants", "_dtype", "_weight", "nbytes")
+    gated = False
+
+    def __init__(self, weight: KernelWeight, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of the results; None: that of x."""
+        self._weight, self._bias, self._dtype, self.nbytes = weight, bias, dtype, weight.nbytes
+        self._constants, _ = linear_constants(weight, UNPACKED_TOKENS, processors_of(weight.numbers.device))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, in] -> [T, out]."""
+        x, weight, num_tokens, constants = x.contiguous(), self._weight, x.shape[0], self._constants
+        out = x.new_empty((num_tokens, weight.num_out), dtype=self._dtype)
+        num_parts = -(-weight.num_in // constants["LENGTH"])
+        blocks = -(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"])
+        whole = num_parts == 1 or blocks[1] >= _TILES_OF_WHOLE_SUMS
+        if num_tokens:
+            launch = {"num_warps": 4, "num_stages": 3}
+            _launch(weight, self._bias, x, out, blocks, num_parts, constants, launch, whole=whole)
+        return out
+
+
+_TILES_OF_WHOLE_SUMS = 4  # tiles of tokens: so many programs need no split of the inputs
+
+
+def _launch(
+    weight: KernelWeight,
+    bias: Tensor | None,
+    x: Tensor,
+    out: Tensor,
+    blocks: tuple[int, int],
+    num_parts: int,
+    constants: dict[str, Any],
+    launch: dict[str, int],
+    *,
+    whole: bool,
+) -> None:
+    """Run linear_kernel, and unless each program adds all parts of the inputs, sum_splits_kernel. Changes: out."""
+    num_tokens, has_bias = x.shape[0], bias is not None
+    given = x if bias is None else bias  # a kernel takes a pointer even where it reads no bias
+    sums = out if whole else out.new_empty((num_parts, *out.shape), dtype=torch.float32)
+    flags = {"BIAS": has_bias and whole, "WHOLE": whole, "PARTS": num_parts if whole else 1}
+    grid = *blocks, 1 if whole else num_parts
+    linear_kernel[grid](x, *weight.pointers, given, sums, num_tokens, **constants, **flags, **launch)
+    if not whole:
+        _, scales, _ = weight.pointers
+        sizes = weight.constants | {"SPLITS": num_parts, "BIAS": has_bias, "BLOCK": _COLUMNS_PER_SUM}
+        columns = -(-weight.num_out // _COLUMNS_PER_SUM)
+        sum_splits_kernel[num_tokens, columns](sums, scales, given, out, num_tokens, **sizes, num_warps=4)
 
 
 def weight_of(linear: object) -> tuple[KernelWeight, Tensor | None] | None:
     """The weight and bias of a linear layer; None if a kernel cannot multiply by the weight as it is kept."""
     if isinstance(linear, TritonLinear):
         return None if linear._order is not None else (linear._weight, linear._bias)
-    if not isinstance(linear, Linear) or linear.weight is None or not linear.weight.is_contiguous():
+    if not isinstance(linear, Linear | OutputLinear) or linear.weight is None or not linear.weight.is_contiguous():
         return None
     num_out, num_in = linear.weight.shape
     return KernelWeight("floats", num_out, num_in, num_in, linear.weight), linear.bias
@@ -333,7 +420,8 @@ def linear_kernel(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     LENGTH: tl.constexpr,  # inputs of a part
-    WHOLE: tl.constexpr,  # there is one part
+    PARTS: tl.constexpr,  # of each program, which adds them in their order
+    WHOLE: tl.constexpr,  # they are all
     BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -344,13 +432,16 @@ def linear_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     split = tl.program_id(2)
     sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for step in range(0, LENGTH, BLOCK_K):
-        start = split * LENGTH + step
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=0.0)
-        sums = add_product(
-            sums, x, start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
-        )
+    for part in range(PARTS):
+        of_part = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for step in range(0, LENGTH, BLOCK_K):
+            start = (split + part) * LENGTH + step
+            k = start + tl.arange(0, BLOCK_K)[None, :]
+            x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=0.0)
+            of_part = add_product(
+                of_part, x, start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
+            )
+        sums += of_part
     if WHOLE:
         sums = scaled(sums, n, n < N, scales_ptr, K, FORM, GROUP)
         if BIAS:
@@ -386,6 +477,16 @@ def sum_splits_kernel(
     if BIAS:
         total += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * N + n, total, mask=inside)
+
+
+@triton.jit
+def round_rows_kernel(x_ptr, out_ptr, scales_ptr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row [K]: e4m3 of the row / scale, and the scale."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448
+    tl.store(out_ptr + row * K + column, to_fp8(x, 1 / scale), mask=column < K)
+    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ one to finish a block of outputs adds the parts in their order, so the bits of a
 ROWS. Imported only where triton is installed.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,14 +22,6 @@ from pagedcli.layers.triton_products import KernelWeight, add_product, processor
 ROWS = 16  # of the smallest tl.dot: the most tokens of a step
 PROGRAMS_PER_PROCESSOR = 2
 _STAGE_NUMBERS = 2**13  # of a weight, in one of the stages of the loads; the least that a program takes
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """The norm of a product's input, which is the residual stream."""
-
-    weight: Tensor  # [K]
-    eps: float
 
 
 class Heads(NamedTuple):
@@ -61,10 +52,10 @@ class Product:
         *,
         scratch: "Scratch",
         finish: Literal["heads", "gated", "add"],
-        norm: Norm | None = None,
+        norm: tuple[Tensor, float] | None = None,
         **constants: Any,
     ) -> None:
-        """`constants`: of the finish, see product_kernel."""
+        """`norm`: weight [K] and eps of the residual stream's; `constants`: of the finish, see product_kernel."""
         self._norm, self._scratch, self._launch = norm, scratch, Launcher()
         num_processors = processors_of(weight.numbers.device)
         sizes, num_blocks = product_constants(weight, finish, constants.get("D", 0), num_processors)
@@ -83,7 +74,7 @@ class Product:
     def __call__(self, x: Tensor, out: Tensor, heads: Heads | None = None) -> Tensor:
         """Shapes: x [T, K], T <= ROWS; out [T, width], of heads q [T, H, D]; returns out. Changes: out; the cache."""
         constants, scratch = self._constants, self._scratch
-        weight, eps = (x, 0.0) if self._norm is None else (self._norm.weight, self._norm.eps)
+        weight, eps = (x, 0.0) if self._norm is None else self._norm
         if heads is None:
             heads = Heads(out, out, out, out, out, out, out, 0.0, 1.0, 1.0)
         else:

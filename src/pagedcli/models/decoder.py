@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedcli import layers
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.core.plan import Kernels
-from pagedcli.errors import ModelError
+from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.basic import ACTIVATIONS, ExpertLoop, fused_layers, rms_norm, xielu
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import VocabularyEmbedding
@@ -54,6 +54,11 @@ class Decoder:
         num_early = build.num_early_branches
         self._branches, self._late_branches = branches[:num_early], branches[num_early:]
         self._stream: Stream | None = None
+        if request.backend.kernels == "invariant" and (spec.experts or spec.states or request.parallel.size > 1):
+            raise ConfigError(
+                "gpu_kernels invariant is for one GPU, and models without experts and recurrent state",
+                hint="leave out gpu_kernels",
+            )
         if request.backend.kernels == "fused":
             self._stream, why = stream_of(branches, self._last, spec, request)
             self.notes += (f"no fused kernels for {spec.architecture}: {why}",) if why else ()
@@ -138,6 +143,7 @@ class LayerBuilder(TorchParts):
             table = layer_format.widened(modules, dtype)
         made = layer_format.output_layer(modules, bias, dtype, self.kernels, table if tied else None)
         linear, num_bytes, rows = made
+        linear = self.by_chosen_kernels(linear, torch.float32)
 
         def head(x: Tensor) -> Tensor:
             return parallel.gather_columns(linear(x), vocab_size)

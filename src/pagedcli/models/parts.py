@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagedcli import layers
 from pagedcli.attention.base import AttentionBackend
+from pagedcli.errors import ModelError
 from pagedcli.layers.basic import stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer
 from pagedcli.models import rope_tables
@@ -188,7 +191,21 @@ class TorchParts(Parts):
     ) -> LinearLayer:
         linear = layer_format.linear(modules, bias, self._request.dtype, self.kernels, gated=gated)
         self.linear_bytes += linear.nbytes
-        return linear
+        return self.by_chosen_kernels(linear)
+
+    def by_chosen_kernels(self, linear: Any, dtype: torch.dtype | None = None) -> LinearLayer:
+        """The layer by the kernels that the configuration asks for. `dtype`: of its results, if not the model's.
+
+        Raises: ModelError if they cannot multiply by the weight."""
+        kernels = self._request.backend.kernels
+        if kernels == "fp8" and layers.triton_products.RoundingLinear.serves(linear):
+            return layers.triton_products.RoundingLinear(linear)
+        if kernels != "invariant":
+            made: LinearLayer = linear
+            return made
+        if (found := layers.triton_products.weight_of(linear)) is None:
+            raise ModelError("a weight has its inputs out of order, for which gpu_kernels invariant has no kernel")
+        return layers.triton_products.OneTileLinear(*found, dtype)
 
     def summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
         """A layer with its inputs split over the ranks: the sum of all ranks' results, of which only rank 0 adds the

@@ -44,7 +44,7 @@ class Stream:
             heads |= {"INTERLEAVED": attention.interleaved, "SCALED": attention.query_scales is not None}
             heads |= {"NORM_HEADS": attention.norm is not None}
             qkv, out, gate_up, down = each.weights
-            before, between = (kernels.Norm(*norm) for norm in each.norms)
+            before, between = each.norms
             self._layers.append(
                 _Layer(
                     attention,

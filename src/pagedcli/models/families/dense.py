@@ -167,19 +167,29 @@ class Cwm(Alternating):
     full_first = True
 
 
-class Qwen2(Windowed):
+class ListedWindows(Windowed):
     use_sliding_window: bool = False
+
+    windows = "the layers of layer_types, if switched on"
+
+    def slides(self) -> list[bool]:
+        if not (self.use_sliding_window and self.sliding_window):
+            return [False] * self.num_hidden_layers
+        if self.layer_types is None:
+            raise ModelError("use_sliding_window is true, but layer_types does not say in which layers")
+        return [kind == "sliding_attention" for kind in self.layer_types]
+
+
+class Qwen2(ListedWindows):
     max_window_layers: int = 28
 
     windows = "some layers, if switched on"
     biases: ClassVar[Biases] = (True, False, False)
 
     def slides(self) -> list[bool]:
-        if not self.use_sliding_window:
-            return [False] * self.num_hidden_layers
-        if self.layer_types is not None:
-            return [kind == "sliding_attention" for kind in self.layer_types]
-        return [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
+        if self.use_sliding_window and self.layer_types is None:
+            return [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
+        return super().slides()
 
 
 class Qwen3(Qwen2):
@@ -244,19 +254,6 @@ class HyperClovaX(Granite):
     def layers(self) -> tuple[LayerSpec, ...]:
         layers = super().layers()
         return tuple(replace(layer, norms="around") for layer in layers) if self.use_post_norm else layers
-
-
-class ListedWindows(Windowed):
-    use_sliding_window: bool = False
-
-    windows = "the layers of layer_types, if switched on"
-
-    def slides(self) -> list[bool]:
-        if not (self.use_sliding_window and self.sliding_window):
-            return [False] * self.num_hidden_layers
-        if self.layer_types is None:
-            raise ModelError("use_sliding_window is true, but layer_types does not say in which layers")
-        return [kind == "sliding_attention" for kind in self.layer_types]
 
 
 class SmolLM3(ListedWindows):

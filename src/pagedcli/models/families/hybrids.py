@@ -452,14 +452,14 @@ class NemotronH(RotatesIfNamed, Bamba, DeepseekMixture):
         return replace(super().recurrent(), proj_bias=self.use_bias)
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        kinds, layers = self.layer_types or [], super().layers()
-        found = []
-        for i, (layer, kind, after) in enumerate(zip(layers, kinds, [*kinds[1:], ""], strict=True)):
-            follows = after in _MLPS
-            if kind not in _MLPS:
-                mlp, number = (layers[i + 1].mlp, i + 1) if follows else (None, None)
-                found.append(replace(layer, mlp=mlp, mlp_number=number))
-        return tuple(found)
+        kinds, layers = [*(self.layer_types or ()), ""], super().layers()
+        return tuple(
+            replace(layer, mlp=layers[i + 1].mlp, mlp_number=i + 1)
+            if kinds[i + 1] in _MLPS
+            else replace(layer, mlp=None)
+            for i, layer in enumerate(layers)
+            if kinds[i] not in _MLPS
+        )
 
     def is_dense(self, i: int) -> bool:
         return (self.layer_types or [])[i] != "moe"
