@@ -181,6 +181,9 @@ def send_complete() -> None:
 @contextmanager
 def sending() -> Iterator[None]:
     """What a command writes at URLs within this context is sent at its end, however it ends."""
+    if not _mirrors:
+        yield
+        return
     ended = threading.Event()
     thread = threading.Thread(target=_send_often, args=(ended,), daemon=True)
     thread.start()
@@ -189,7 +192,10 @@ def sending() -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        send_complete()
+        try:
+            send_complete()
+        finally:
+            _mirrors.clear()
 
 
 def _send_often(ended: threading.Event) -> None:
