@@ -32,7 +32,7 @@ WITH_FLOAT8 = {
     "__getitem__", "__len__", "__setitem__", "as_subclass", "bool", "chunk", "clone", "contiguous", "data_ptr",
     "detach", "dim", "element_size", "empty_like", "expand", "fill_", "flatten", "float", "half", "is_contiguous",
     "narrow", "new_empty", "numel", "permute", "reshape", "size", "split", "storage_offset", "stride", "t",
-    "tensor_split", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "zero_",
+    "_scaled_mm", "tensor_split", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "zero_",
 }  # fmt: skip
 
 

@@ -213,7 +213,9 @@ FUSED = ("qwen3-0.6b", "qwen3-8b", "qwen2.5-0.5b", "llama-3-8b awq", "llama-3-8b
 OVER_FP8 = ("qwen3-0.6b", "qwen3-8b", "gemma-3-1b", "gemma-3-27b", "phi-3-mini", *GEMMA4)
 CASES = [(name, capability, "auto") for name in (*MODELS, *HYBRIDS, *GEMMA4) for capability in CAPABILITIES]
 CASES += [(name, capability, "auto") for name in FP8_MODELS for capability in WITH_FP8]
-CASES += [(name, capability, "fused kernels") for name in FUSED for capability in CAPABILITIES]
+CASES += [(name, capability, "kernels fused") for name in FUSED for capability in CAPABILITIES]
+CASES += [("qwen3-0.6b", capability, "kernels invariant") for capability in CAPABILITIES]
+CASES += [("llama-3-8b fp8", capability, "kernels fp8") for capability in WITH_FP8]
 CASES += [(name, capability, "fp8") for name in OVER_FP8 for capability in WITH_FP8]
 
 
@@ -221,7 +223,8 @@ CASES += [(name, capability, "fp8") for name in OVER_FP8 for capability in WITH_
 @pytest.mark.parametrize(("name", "capability", "what"), CASES, ids=lambda value: str(value))
 def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, what, tmp_path, monkeypatch):
     config = (MODELS | FP8_MODELS | HYBRIDS | GEMMA4)[name]
-    options = {"gpu_kernels": "fused"} if what == "fused kernels" else {"kv_cache_dtype": what}
+    key, kernels = what.partition(" ")[::2]
+    options = {"gpu_kernels": kernels} if kernels else {"kv_cache_dtype": key}
     options |= {"capability": capability, "steps": STEPS}
     number = capability[0] * 10 + capability[1]
     for launch in launches_of(config, tmp_path / "model", monkeypatch, **options):

@@ -174,7 +174,7 @@ class RoundingLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in] -> [T, out]."""
-        if x.shape[0] < FP8_TOKENS:
+        if x.shape[0] < FP8_TOKENS or (x.is_cuda and x.dtype != torch.bfloat16):  # CUDA gives no other type
             return self._linear(x)
         x, (num_tokens, width) = x.contiguous(), x.shape
         rounded, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), self._scales.new_empty(num_tokens, 1)
@@ -202,7 +202,8 @@ class OneTileLinear:
     def __init__(self, weight: KernelWeight, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         """`dtype`: of the results; None: that of x."""
         self._weight, self._bias, self._dtype, self.nbytes = weight, bias, dtype, weight.nbytes
-        self._constants, _ = linear_constants(weight, UNPACKED_TOKENS, processors_of(weight.numbers.device))
+        constants, _ = linear_constants(weight, UNPACKED_TOKENS, processors_of(weight.numbers.device))
+        self._constants = constants | {"BLOCK_K": min(64, constants["BLOCK_K"])}  # twice the inputs spill registers
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in] -> [T, out]."""
