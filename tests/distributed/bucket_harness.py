@@ -3,6 +3,7 @@
 import logging
 import os
 from contextlib import contextmanager
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -28,6 +29,9 @@ def s3_server():
         files.mkdir("bkt")
         yield files
     s3fs.S3FileSystem.clear_instance_cache()
+    urlopen(
+        Request(f"{address}/moto-api/reset", method="POST")
+    ).close()  # all servers of a process have the same buckets
     server.stop()
 
 
