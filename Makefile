@@ -50,7 +50,8 @@ test-real: $(VENV)/.installed-dev
 
 # Ray, s3fs and an S3 server for tests are installed where they can be; otherwise their tests are skipped, and say so.
 test-ray: $(VENV)/.installed-dev
-	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ray,cloud]' 'moto[server,s3]'
+	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ray]' \
+	  s3fs 'moto[s3]' flask flask-cors
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(RAY_TESTS) --deselect $(TAKEOVER)
 
 # lm-evaluation-harness and Inspect are installed into an environment of their own, which sees that of the other tests;

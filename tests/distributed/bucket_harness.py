@@ -12,7 +12,7 @@ import pytest
 def s3_server():
     """Within this context s3:// is a server that this process has started, with one bucket, `bkt`: its file system. The
     test is skipped, with the reason, where moto or s3fs is absent."""
-    reason = "pip install 'pagedcli[cloud]' 'moto[server,s3]'"
+    reason = "pip install s3fs 'moto[s3]' flask flask-cors"
     s3fs = pytest.importorskip("s3fs", reason=reason)
     moto = pytest.importorskip("moto.server", reason=reason)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

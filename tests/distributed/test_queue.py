@@ -267,7 +267,7 @@ def test_a_worker_that_stood_still_while_its_lease_expired_changes_nothing(singl
 
 @pytest.mark.slow
 def test_a_bucket_that_fails_every_20th_request_loses_nothing(single, bucket, monkeypatch):
-    app = pytest.importorskip("moto.moto_server.werkzeug_app", reason="pip install 'moto[server,s3]'")
+    app = pytest.importorskip("moto.moto_server.werkzeug_app", reason="pip install 'moto[s3]' flask flask-cors")
     serve, requests = app.DomainDispatcherApplication.__call__, count(1)
 
     def serve_or_fail(self, environ, start_response):
