@@ -26,10 +26,11 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)  # no single letter,
 _READ_BYTES = 2**20
 _LARGE_BYTES = 2**26  # copying such a file takes seconds, and is announced
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime")  # what the services call it
+_NO_BUCKET = "bucket does not exist"
 _PROBLEMS = {  # what a service's error says, in lower case -> the next action
     "credentials": "log in as for the service's own tools (AWS_PROFILE, gcloud auth, hf auth login)",
-    "bucket does not exist": "create the bucket, or correct its name",
-    "forbidden|denied|unauthorized|401|403": "these credentials may not do this: check them, and the bucket's policy",
+    _NO_BUCKET: "create the bucket, or correct its name",
+    r"forbidden|denied|unauthorized|\b40[13]\b": "these credentials may not do this: check them, and the bucket's policy",
     "connect|resolve|timed? ?out": "check the network, and AWS_ENDPOINT_URL if it is set; then run the command again",
 }
 
@@ -47,7 +48,7 @@ def reaching(url: str, what: str) -> Iterator[None]:
     except (PagedcliError, FileExistsError):
         raise
     except FileNotFoundError as error:
-        if "bucket" not in str(error):
+        if _NO_BUCKET not in str(error):
             raise
         raise PagedcliError(f"cannot {what} {url}: {error}", hint=_hint_of(error)) from error
     except Exception as error:  # services raise errors of their own

@@ -5,6 +5,8 @@ import pytest
 from cli_harness import FAST, PROMPTS, invoke, pagedcli, rows_of
 from harness.engine import without_run_dependent_fields
 
+from pagedcli.buckets import Folder, open_url, reaching
+from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.models.hub import resolve_model
 
 BAD = PROMPTS + '{"prompt": 7}\n'
@@ -115,6 +117,24 @@ def test_a_bucket_that_fails_at_the_end_loses_nothing(bucket, monkeypatch):
 )
 def test_what_cannot_be_a_url_says_so(bucket, arguments, said):
     assert f"error: {said}" in invoke(*arguments).stderr
+
+
+@pytest.mark.parametrize("name", ["my-bucket", "logs-401"])
+def test_a_file_that_is_missing_is_missing_whatever_its_bucket_is_called(name):
+    with pytest.raises(FileNotFoundError):
+        Folder(f"memory://{name}/job").read("queue.json")
+    with pytest.raises(UsageError, match=f"there is no memory://{name}/x"):
+        open_url(f"memory://{name}/x")
+
+
+@pytest.mark.parametrize(("said", "hint"), [
+    ("part-00401 is torn", None), ("error 401", "these credentials"), ("Access Denied", "these credentials"),
+    ("The specified bucket does not exist", "create the bucket"),
+])  # fmt: skip
+def test_hints_follow_what_a_service_says(said, hint):
+    with pytest.raises(PagedcliError) as error, reaching("s3://b/x", "read"):
+        raise FileNotFoundError(said) if "bucket" in said else OSError(said)
+    assert error.value.hint is None if hint is None else error.value.hint.startswith(hint)
 
 
 def test_a_model_is_copied_once(bucket):
