@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -30,7 +30,9 @@ _NO_BUCKET = "bucket does not exist"
 _PROBLEMS = {  # what a service's error says, in lower case -> the next action
     "credentials": "log in as for the service's own tools (AWS_PROFILE, gcloud auth, hf auth login)",
     _NO_BUCKET: "create the bucket, or correct its name",
-    r"forbidden|denied|unauthorized|\b40[13]\b": "these credentials may not do this: check them, and the bucket's policy",
+    r"forbidden|denied|unauthorized|\b40[13]\b": (
+        "these credentials may not do this: check them, and the bucket's policy"
+    ),
     "connect|resolve|timed? ?out": "check the network, and AWS_ENDPOINT_URL if it is set; then run the command again",
 }
 
@@ -146,9 +148,10 @@ def copied_once(url: str, wanted: Callable[[str], bool]) -> Path:
     """A folder in the user's cache with the files of a bucket's folder that are wanted by name; they are copied again
     only where a size or a version has changed. It is empty if there are none."""
     bucket = Folder(url)
-    folder = cached(url, *(f"{name} {about}" for name, about in sorted(bucket.files().items())))
+    found = bucket.files()
+    folder = cached(url, *(f"{name} {about}" for name, about in sorted(found.items())))
     show_as(str(folder), url)
-    bucket.fetch_all("", folder, wanted)
+    bucket.fetch_all({name: size for name, (size, _) in found.items() if wanted(name)}, folder)
     return folder
 
 
@@ -263,16 +266,14 @@ class Folder:
             else:
                 to.write(file.read(num_bytes))
 
-    def fetch_all(self, prefix: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
-        """Copy the wanted files whose names begin so, unless they are there. Returns their names."""
-        found = {name: size for name, (size, _) in self.files(prefix).items() if wanted(name)}
-        for name, size in found.items():
+    def fetch_all(self, sizes: Mapping[str, int], folder: Path) -> None:
+        """Copy files, of these bytes each, unless they are there."""
+        for name, size in sizes.items():
             if not (folder / name).exists():
                 if size >= _LARGE_BYTES:
                     _log.info("copying %s (%s)", self.url_of(name), byte_text(size))
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 self.fetch(name, folder / name)
-        return list(found)
 
     def send(self, path: Path, name: str) -> None:
         """Copy a file of this machine into the folder."""

@@ -102,6 +102,19 @@ def _is_frozen() -> bool:
     return gc.get_freeze_count() > 1000  # Python 3.12 begins with 375
 
 
+@contextmanager
+def meanwhile(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Within this context a thread works, until the event that it is given is set, at the end."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Closes:
     """An object that a `with` block closes at its end."""
 

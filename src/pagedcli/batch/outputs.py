@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from pagedcli.batch.delimited import delimited_format
+from pagedcli.batch.embeddings import EMBEDDING
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.lines import MAX_LINE_BYTES
 from pagedcli.batch.parquet import is_parquet, require_pyarrow, rows_of_table
 
 _JSON_CELLS = frozenset(
     ("index", "sample", "prompt_tokens", "beam_score", "logprobs", "prompt_logprobs", "token_ids", "tool_calls")
-) | {"scores", "best", "embedding"}
+) | {"scores", "best", EMBEDDING}
 
 
 def output_rows(path: Path) -> Iterator[bytes]:

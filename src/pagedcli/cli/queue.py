@@ -20,7 +20,7 @@ from pagedcli.cli.session import StopRequest, exit_code
 from pagedcli.cli.summary import say_model
 from pagedcli.distributed.driver import prepare
 from pagedcli.distributed.leases import BEATS, LEASE_S
-from pagedcli.distributed.parts import PartFolder
+from pagedcli.distributed.parts import PARTS_AT_ONCE, PartFolder
 from pagedcli.errors import EXIT_BAD_ROWS, UsageError
 from pagedcli.files import SUMMARY, check_distinct, check_new
 from pagedcli.line_files import COPIES
@@ -32,7 +32,6 @@ from pagedcli.show.tables import Format, print_tables, table
 from pagedcli.show.terminal import say
 
 _POLL_S = 1.0
-_PARTS_AT_ONCE = 2  # as of a worker of distributed.ray_job
 
 
 def run_queue_job(job: Job, output: str, url: str, num_workers: int, work: Work) -> int:
@@ -81,9 +80,9 @@ def work_here(queue: "distributed.queue.Queue", job: Job, local: Path) -> tuple[
         progress_view(quiet_terminal=False, time_left=lambda stats: None) as view,
         stop.listening(),
         queue.leases.renewed(),
-        ThreadPoolExecutor(_PARTS_AT_ONCE) as pool,
+        ThreadPoolExecutor(PARTS_AT_ONCE) as pool,
     ):
-        running = {pool.submit(queue.run_all, worker) for _ in range(_PARTS_AT_ONCE)}
+        running = {pool.submit(queue.run_all, worker) for _ in range(PARTS_AT_ONCE)}
         try:
             while running and outcome == "complete":
                 done, running = wait(running, _POLL_S, FIRST_COMPLETED)

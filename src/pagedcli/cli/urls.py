@@ -21,7 +21,7 @@ from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_in_use
 from pagedcli.line_files import COPIES
 from pagedcli.printable import show_as
-from pagedcli.process import at_end
+from pagedcli.process import at_end, meanwhile
 
 # parameters of commands
 _READ = {"reuse", "files", "shards", "before", "after", "trace", "traces", "outputs", "config", "tokenizer"}
@@ -93,8 +93,11 @@ def _copy(url: str) -> Path:
     ending = re.escape(name.removeprefix(stem))
     own = re.compile(rf"{re.escape(stem)}(\.part\d+|\.recording)*{ending}(\.run\.json|/[^.].*)?")
     prefix = name if stem == name else f"{stem}."  # not more: it may have to list a large folder
-    if not Folder(parent).fetch_all(prefix, Path(folder.name), lambda each: own.fullmatch(each) is not None):
+    bucket = Folder(parent)
+    sizes = {each: size for each, (size, _) in bucket.files(prefix).items() if own.fullmatch(each)}
+    if not sizes:
         raise UsageError(f"there is no {url}")
+    bucket.fetch_all(sizes, Path(folder.name))
     return Path(folder.name, name)
 
 
@@ -184,14 +187,10 @@ def sending() -> Iterator[None]:
     if not _mirrors:
         yield
         return
-    ended = threading.Event()
-    thread = threading.Thread(target=_send_often, args=(ended,), daemon=True)
-    thread.start()
     try:
-        yield
+        with meanwhile(_send_often):
+            yield
     finally:
-        ended.set()
-        thread.join()
         try:
             send_complete()
         finally:

@@ -18,6 +18,7 @@ import msgspec
 
 from pagedcli.buckets import Folder
 from pagedcli.errors import PagedcliError
+from pagedcli.process import meanwhile
 
 LEASE_S = 60.0  # how long a worker may be silent
 BEATS = 4  # in that time
@@ -101,20 +102,16 @@ class Leases:
     @contextmanager
     def renewed(self) -> Iterator[None]:
         """Within this context a thread renews the leases that are held; at its end they are given back."""
-        ended = threading.Event()
 
-        def renew() -> None:
+        def renew(ended: threading.Event) -> None:
             while not ended.wait(LEASE_S / BEATS):
                 for lease in list(self.held):
                     self.renew(lease)
 
-        thread = threading.Thread(target=renew, name="leases", daemon=True)
-        thread.start()
         try:
-            yield
+            with meanwhile(renew):
+                yield
         finally:
-            ended.set()
-            thread.join()
             for lease in list(self.held):
                 self.release(lease)
 

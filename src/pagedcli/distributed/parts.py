@@ -33,6 +33,7 @@ from pagedcli.later import pyarrow as pa
 from pagedcli.line_files import NOT_JSON
 
 SCHEMA_VERSION = 1
+PARTS_AT_ONCE = 2  # per worker: the next part's rows fill the engine while the last rows of one finish
 MANIFEST, ROWS, WORK = "manifest.json", "rows.u64", ".work"
 _BUFFER_BYTES = 64 * 2**20  # buffers of all parts together
 _TOO_LONG, _DUPLICATE, _GOOD = b"x", b"d", b"-"

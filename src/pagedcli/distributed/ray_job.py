@@ -22,12 +22,12 @@ import ray.exceptions
 from pagedcli.batch.stats import BatchStats
 from pagedcli.buckets import Folder
 from pagedcli.config import LoadedConfig
+from pagedcli.distributed.parts import PARTS_AT_ONCE
 from pagedcli.distributed.queue import Queue, read_terms
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError
 from pagedcli.line_files import COPIES
 
-_PARTS_AT_ONCE = 2  # per worker: the next part's rows fill the engine while the last rows of one finish
 _OBJECT_STORE_BYTES = 100 * 2**20  # enough for a local cluster: only numbers and counters go through it
 
 
@@ -98,8 +98,8 @@ class RayRun:
             compute=ray.data.ActorPoolStrategy(
                 min_size=min(pool.least, most),
                 max_size=most,
-                max_tasks_in_flight_per_actor=_PARTS_AT_ONCE,
-                max_concurrent_calls_per_actor=_PARTS_AT_ONCE,
+                max_tasks_in_flight_per_actor=PARTS_AT_ONCE,
+                max_concurrent_calls_per_actor=PARTS_AT_ONCE,
                 enable_true_multi_threading=True,
             ),
             num_cpus=pool.num_cpus,
